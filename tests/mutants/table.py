@@ -114,6 +114,20 @@ _WAITS = (
         "tests/ranks/test_secondary_partition.py::test_it_has_no_races",
     ),
     (
+        "second-copy-before-the-shard-is-there",
+        "zerorun/zero/unit.py",
+        "    arrival.wait()",
+        "    pass",
+        "tests/ranks/test_secondary_partition.py::test_it_has_no_races",
+    ),
+    (
+        "slot-before-the-second-copy-has-left",
+        "zerorun/zero/unit.py",
+        "    return Pending(comm.statistics, label, [gathered], lambda: link.fetch(part, second, add=False, then=_nothing)())",
+        "    return Pending(comm.statistics, label, [gathered], lambda: (link.fetch(part, second, add=False, then=_nothing), None)[1])",
+        "tests/ranks/test_secondary_partition.py::test_it_has_no_races",
+    ),
+    (
         "replicas-memory-given-back",
         "zerorun/distributed/transport/nccl.py",
         "        kept = first.buffers  # read on that stream, and made on another",

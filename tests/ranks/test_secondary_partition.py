@@ -10,6 +10,7 @@ import test_parallel_matrix
 import test_simulated_device
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from models import CASES
 from reference import Result
@@ -21,7 +22,7 @@ from zerorun import zero
 from zerorun.config.parse import load_config
 from zerorun.distributed.block_codes import coded_bytes
 from zerorun.distributed.secondary import Secondary
-from zerorun.errors import ConfigError, TopologyError
+from zerorun.errors import TopologyError
 from zerorun.memory.estimate import estimate_memory
 from zerorun.plan.make import make_plan, planned_topology
 from zerorun.plan.step import step_collectives
@@ -92,8 +93,6 @@ def test_the_estimate_has_the_second_copy() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"zero_hpz_partition_size(.|\n)*offload_param"):
-        load_config(hpz(offload_param={"device": "cpu"}))
     with pytest.raises(TopologyError, match=r"zero_hpz_partition_size is 4, .* the 6 ranks .* one of \[1, 2, 3, 6\]"):
         planned_topology(load_config(hpz(4)), 6, 6)
     assert load_config(hpz(4)).zero_optimization.shard_degree is None
@@ -118,21 +117,25 @@ def same_bits(one: Result, other: Result) -> bool:
     return one.losses == other.losses and one.norms == other.norms and weights
 
 
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 ROWS = [
     ("plain", hpz(precision="bf16", stage3_prefetch_bucket_size=5000, offload_optimizer={"device": "cpu"})),
+    ("plain", hpz(accumulation=2, precision="bf16", **OFFLOADED)),
     ("branch", hpz(accumulation=2, zero_quantized_weights=True)),
 ]
 MORE = [
     ("plain", hpz(accumulation=2)),
     ("lora", hpz(zero_quantized_weights=True)),
     ("tied", hpz(precision="fp16", overlap_comm=True)),
+    ("branch", hpz(zero_quantized_weights=True, **OFFLOADED)),
     ("frozen", hpz(zero_quantized_weights=True, zero_quantized_gradients=True)),
 ]
 
 
 @pytest.mark.parametrize("rows", [ROWS, pytest.param(MORE, marks=pytest.mark.nightly)])
-def test_deepspeed_4851_5059_training_has_the_bits_of_plain_stage_3(rows: list[tuple[str, dict[str, Any]]]) -> None:
-    """DeepSpeed#4851, #7164: with hpZ training converges slowly, or not at all; #5059: its loss is 0 from a step on.
+def test_deepspeed_4851_5059_6926_training_has_the_bits_of_plain_stage_3(rows: list[tuple[str, dict[str, Any]]]) -> None:
+    """DeepSpeed#4851, #7164: with hpZ training converges slowly, or not at all; #5059: its loss is 0 from a step on; #6926: with
+    offload_param neither loss nor gradients ever change.
 
     There are ranks that skip a unit, and replicas are none: units come from a node, and gradients go to all ranks."""
     for results in run_ranks(4, train_both, rows):
@@ -146,6 +149,7 @@ def test_deepspeed_4851_5059_training_has_the_bits_of_plain_stage_3(rows: list[t
     [
         hpz(accumulation=2, zero_quantized_weights=True, zero_quantized_gradients=True),
         pytest.param(hpz(accumulation=2, precision="bf16"), marks=pytest.mark.nightly),
+        pytest.param(hpz(accumulation=2, precision="bf16", **OFFLOADED), marks=pytest.mark.nightly),
     ],
 )
 def test_what_is_sent_and_held_is_planned(config: dict[str, Any]) -> None:
@@ -154,9 +158,12 @@ def test_what_is_sent_and_held_is_planned(config: dict[str, Any]) -> None:
         assert as_held
 
 
-@pytest.mark.parametrize("quantised", (True, pytest.param(False, marks=pytest.mark.nightly)))
-def test_it_has_no_races(quantised: bool) -> None:
-    config = hpz(accumulation=2, precision="bf16", overlap_comm=True, zero_quantized_weights=quantised)
+PLACES: dict[str, dict[str, Any]] = {"codes": {"zero_quantized_weights": True}, "weights": {}, "in host memory": OFFLOADED}
+
+
+@pytest.mark.parametrize("place", by_day(PLACES, "codes", "in host memory"))
+def test_it_has_no_races(place: str) -> None:
+    config = hpz(accumulation=2, precision="bf16", overlap_comm=True, **PLACES[place])
     for races in run_ranks(4, test_simulated_device.look, config):
         assert not races, "\n".join(races)
 

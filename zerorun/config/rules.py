@@ -105,17 +105,13 @@ def _shard_degree(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _zeropp(config: Config) -> Iterator[ConfigProblem]:
-    zero, copied = config.zero_optimization, config.zero_optimization.zero_hpz_partition_size
+    zero = config.zero_optimization
     if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
         reason, remedy = "is about quantised gradients, and they are off.", "Set zero_quantized_gradients, or remove it."
         yield ConfigProblem("zero_optimization.zeropp_loco_param", {}, reason, remedy)
     if zero.zeropp_loco_param is not None and config.optimizer is not None and config.optimizer.type.lower() == "sophia":
         reason = "adds what was left out of gradients to the next ones, and Sophia reduces curvatures between them."
         yield ConfigProblem("zero_optimization.zeropp_loco_param", {}, reason, "Remove it, or choose another optimizer.")
-    if copied > 1 and zero.stage == 3 and not zero.offload_param.is_off():
-        reason = "keeps a second copy of the weights on the device, and offload_param is there to keep them from it."
-        remedy = "Remove offload_param, or remove zero_hpz_partition_size."
-        yield ConfigProblem("zero_optimization.zero_hpz_partition_size", copied, reason, remedy)
 
 
 def _compile(config: Config) -> Iterator[ConfigProblem]:

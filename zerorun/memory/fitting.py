@@ -248,10 +248,10 @@ class Fitting:
             if zero.offload_optimizer.is_off():
                 yield from ({"stage": stage, "offload_optimizer": _TO_HOST} for stage in stages)
             if zero.offload_param.is_off():
-                yield {"stage": 3, "offload_optimizer": _TO_HOST, "offload_param": _TO_HOST, **once}
+                yield {"stage": 3, "offload_optimizer": _TO_HOST, "offload_param": _TO_HOST}
         if zero.offload_optimizer.device != "nvme" and self._can_update_on_disk():
             yield from ({"stage": stage, "offload_optimizer": _TO_DISK} for stage in stages)
-            yield {"stage": 3, "offload_optimizer": _TO_DISK, "offload_param": _TO_DISK, **once}
+            yield {"stage": 3, "offload_optimizer": _TO_DISK, "offload_param": _TO_DISK}
 
     def _can_update_on_disk(self) -> bool:
         try:

@@ -206,6 +206,7 @@ def _grad_slot_count(param_slots: int, *, goes_on: bool) -> int:
 
 _Members = list[tuple[str, nn.Parameter]]
 _Place = tuple[int, int]  # (index of a unit, index of a flat group in it)
+_KEPT = frozenset({"shard", "coded", "second"})  # buffers of weights that lie where offload_param says
 
 
 def _fills_pages(group: FlatGroupPlan) -> bool:
@@ -464,7 +465,7 @@ class _Planner:
         if group.coded:
             yield Buffer("coded", "parameters", group.code_bytes(group.shard_numel), unit.params_place)
         if group.secondary is not None:
-            yield Buffer("second", "parameters", group.second_bytes)
+            yield Buffer("second", "parameters", group.second_bytes, unit.params_place)
         if not group.trainable:
             return
         master, gradient = group.master_format, group.gradient_dtype.itemsize
@@ -529,7 +530,7 @@ class _Planner:
         return DiskPlan(
             masters={unit.index: tuple(group.stretches() for group in unit.trainable) for unit in there},
             states=state_count(self.raw) if states_there and self.raw.groups else None,
-            param_bytes=sum(aligned_bytes(b.bytes) for g in shards for b in g.buffers if b.tensor in ("shard", "coded")),
+            param_bytes=sum(aligned_bytes(b.bytes) for g in shards for b in g.buffers if b.tensor in _KEPT),
             format=self.raw.master,
         )
 

@@ -135,7 +135,7 @@ class _Builder:
         codes = self._codes(unit, plan, param_slot) if plan.coded else None
         master, rest = self._masters(unit, plan, full, shard, values) if plan.trainable else (None, None)
         del values  # before anything else is made
-        second = self._second(plan) if plan.secondary is not None else None
+        second = self._second(unit, plan) if plan.secondary is not None else None
         if master is None:
             return FlatGroup(plan, params, full, shard, codes, second)
         gradients = self._gradients(unit, plan, grad_slot)
@@ -169,18 +169,20 @@ class _Builder:
         return next(param_slot), self._kept_shard(unit, own, plan.dtype)
 
     def _codes(self, unit: UnitPlan, plan: FlatGroupPlan, param_slot: Iterator[torch.Tensor]) -> CodeBuffers:
-        size = plan.code_bytes(plan.shard_numel)
-        if unit.placement.params_on_disk and self._disk is not None:
-            own = self._disk.take(size, torch.uint8)
-        elif unit.placement.params:
-            own = self._link.empty(size, torch.uint8)
-        else:
-            own = torch.empty(size, dtype=torch.uint8, device=self._device)
+        own = self._room(unit, plan.code_bytes(plan.shard_numel), torch.uint8)
         return CodeBuffers(own, next(param_slot))
 
-    def _second(self, plan: FlatGroupPlan) -> torch.Tensor:
+    def _second(self, unit: UnitPlan, plan: FlatGroupPlan) -> torch.Tensor:
         dtype = torch.uint8 if plan.coded else plan.dtype
-        return torch.empty(plan.second_bytes // dtype.itemsize, dtype=dtype, device=self._device)
+        return self._room(unit, plan.second_bytes // dtype.itemsize, dtype)
+
+    def _room(self, unit: UnitPlan, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] of where the unit's shard is kept."""
+        if unit.placement.params_on_disk and self._disk is not None:
+            return self._disk.take(numel, dtype)
+        if unit.placement.params:
+            return self._link.empty(numel, dtype)
+        return torch.empty(numel, dtype=dtype, device=self._device)
 
     def _kept_shard(self, unit: UnitPlan, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if unit.placement.params_on_disk and self._disk is not None:

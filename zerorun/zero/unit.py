@@ -10,7 +10,7 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 | ``shard``         | FlatGroup   | [shard]     | compute | a view of ``full`` if that is its own, else its own         |
 | ``coded``         | FlatGroup   | [bytes]     | uint8   | where ``shard`` is, if gathers send codes (plan/coded.py)   |
 | ``arriving``      | FlatGroup   | [bytes]     | uint8   | the codes of all ranks, behind ``full`` in the shared slot  |
-| ``second``        | FlatGroup   | [part]      | compute | its own, if a node has a second copy; else of ``coded``     |
+| ``second``        | FlatGroup   | [part]      | compute | its own, if a node has a second copy, where ``shard`` is    |
 | ``master``        | FlatGroup   | [owned]     | fp32 *  | ``shard`` itself in its dtype if both are placed alike      |
 | ``rest``          | FlatGroup   | [owned]     | 16 bits | where ``master`` would be, if that is in bf16 and has one   |
 | ``grad_full``     | FlatGroup   | [numel]     | fp32 *  | own slot, or a part of a shared slot (stages 2 and 3)       |
@@ -45,6 +45,7 @@ from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.huge_pages import make_huge, prefer_huge_pages
 from ..distributed.transport.mapped_shards import let_go
+from ..distributed.transport.second_copy import SecondCopy
 from ..distributed.transport.statistics import Pending
 from ..plan.sharding_plan import SlotPlan, UnitPlan
 from .flat_group import FlatGroup, TrainedGroup, fresh_gradient
@@ -300,7 +301,12 @@ def _gather(unit: Unit, comm: Communicator, group: FlatGroup, into: torch.Tensor
         source, bounds = group.encode(state), [group.plan.code_bytes(bound) for bound in bounds]
     if group.second is not None and comm.second_copy is not None:
         copied_as = f"{unit.name}: second copy" if group.copies_anew(state) else None
-        return comm.second_copy.all_gather(into, bounds, label, source, group.second, copied_as=copied_as)
+        if unit.placement.params and queues(comm.device):
+            return _gather_from_host_copy(
+                unit, comm, comm.second_copy, group.second, into, bounds, source, label, copied_as
+            )
+        copied = None if copied_as is None else comm.second_copy.copy(source, group.second, bounds, copied_as)
+        return comm.second_copy.all_gather(into, bounds, label, group.second, after=copied)
     return _all_gather(unit, comm, group, into, bounds, source, label)
 
 
@@ -321,6 +327,40 @@ def _all_gather(
     arrival = unit.link.send([(source, own)])
     comm.reads(source, arrival)
     return shard.all_gather_after(arrival, full, bounds, label, own)
+
+
+def _gather_from_host_copy(
+    unit: Unit,
+    comm: Communicator,
+    copy: SecondCopy,
+    second: torch.Tensor,
+    into: torch.Tensor,
+    bounds: Sequence[int],
+    source: torch.Tensor,
+    label: str,
+    copied_as: str | None,
+) -> Pending:
+    """Begin to gather a unit whose shard ``source`` and part of the second copy are in host memory.
+
+    The part goes up into its place for each gather. If it is to be made anew, it comes there from all shards, and down
+    from there before anything else is done with the slot.
+    """
+    part, rank, link = copy.place(into, bounds), comm.dense.shard.rank, unit.link
+    link.open()  # what reads the slot goes first
+    if copied_as is None:
+        arrival = link.send([(second, part)])
+        comm.reads(second, arrival)
+        return copy.all_gather(into, bounds, label, part, after=arrival)
+    own = into[bounds[rank] : bounds[rank + 1]]
+    arrival = link.send([(source, own)])
+    comm.reads(source, arrival)
+    arrival.wait()
+    gathered = copy.all_gather(into, bounds, label, part, after=copy.copy(own, part, bounds, copied_as))
+    return Pending(comm.statistics, label, [gathered], lambda: link.fetch(part, second, add=False, then=_nothing)())
+
+
+def _nothing() -> None:
+    """Follows copies that nobody works on."""
 
 
 def links_of(units: Sequence[Unit]) -> list[HostLink]:

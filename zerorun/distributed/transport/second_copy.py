@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..device import Arrival
 from ..secondary import Secondary
 from ..topology import Topology, neighbours
 from .connect import connect_axis
@@ -21,30 +22,36 @@ class SecondCopy:
         group = neighbours(topology, "shard", size)
         self.near = connect_axis("neighbours", group, shard.rank % size, size, shard.device, shard.statistics)
 
+    def place(self, full: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
+        """Return this rank's part of the copy in ``full`` [bounds[-1]], if shards begin and end at ``bounds``."""
+        parts = self._secondary.bounds(bounds)
+        return full[parts[self.near.rank] : parts[self.near.rank + 1]]
+
     def all_gather(
         self,
         full: torch.Tensor,
         bounds: Sequence[int],
         label: str,
-        source: torch.Tensor,
         second: torch.Tensor,
         *,
-        copied_as: str | None,
+        after: Pending | Arrival | None = None,
     ) -> Pending:
         """Fill ``full`` [bounds[-1]] from the neighbours' parts of the copy, of which ``second`` is this rank's.
 
-        ``copied_as``: None if the copy is up to date. Else it is the label of what comes first: the copy is made anew from
-        all shards, of which ``source`` is this rank's, and which begin and end at ``bounds``.
+        It may be its ``place`` in ``full``. ``after``: what fills it.
         """
-        parts, rank = self._secondary.bounds(bounds), self._shard.rank
-        if copied_as is None:
+        parts = self._secondary.bounds(bounds)
+        if after is None:
             return self.near.all_gather(full, parts, label, second)
-        nothing = source.new_empty(0)
+        return self.near.all_gather_after(after, full, parts, label, second)
+
+    def copy(self, source: torch.Tensor, second: torch.Tensor, bounds: Sequence[int], label: str) -> Pending:
+        """Fill this rank's part of the copy, ``second``, from all shards, of which ``source`` is this rank's."""
+        rank, nothing = self._shard.rank, source.new_empty(0)
         sent, received = ([nothing] * self._shard.size for _ in range(2))
         for keeper in self._secondary.keepers(rank):
             sent[keeper] = source
         begin = bounds[self._secondary.kept(rank).start]
         for owner in self._secondary.kept(rank):
             received[owner] = second[bounds[owner] - begin : bounds[owner + 1] - begin]
-        copied = self._shard.all_to_all(sent, received, copied_as)
-        return self.near.all_gather_after(copied, full, parts, label, second)
+        return self._shard.all_to_all(sent, received, label)
