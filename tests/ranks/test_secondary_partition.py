@@ -134,8 +134,8 @@ MORE = [
 
 @pytest.mark.parametrize("rows", [ROWS, pytest.param(MORE, marks=pytest.mark.nightly)])
 def test_deepspeed_4851_5059_6926_training_has_the_bits_of_plain_stage_3(rows: list[tuple[str, dict[str, Any]]]) -> None:
-    """DeepSpeed#4851, #7164: with hpZ training converges slowly, or not at all; #5059: its loss is 0 from a step on; #6926: with
-    offload_param neither loss nor gradients ever change.
+    """DeepSpeed#4851, #7164: with hpZ training converges slowly, or not at all; #5059: its loss is 0 from a step on; #6926:
+    with offload_param neither the loss nor a gradient ever changes.
 
     There are ranks that skip a unit, and replicas are none: units come from a node, and gradients go to all ranks."""
     for results in run_ranks(4, train_both, rows):
