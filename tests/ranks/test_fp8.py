@@ -31,7 +31,7 @@ from training import counted_collectives, finish, make_config, make_engine, run_
 import zerorun
 from zerorun.distributed.float8_codes import Float8Cast
 from zerorun.distributed.layout import build_layout
-from zerorun.errors import ConfigError
+from zerorun.errors import ConfigError, ModelError
 from zerorun.plan.make import make_plan, planned_topology
 from zerorun.plan.step import LARGEST, step_collectives
 from zerorun.startup.inputs import take_in
@@ -172,6 +172,16 @@ def without_fp8() -> str:
         return refused({}, 32)
 
 
+def odd_tokens() -> str:
+    module = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
+    convert_to_float8_training(module, config=Float8LinearConfig.from_recipe_name("rowwise"))  # as on GPUs
+    engine = zerorun.initialize(module, make_config(3), topology=shared_topology())
+    with pytest.raises(ModelError) as error:
+        engine(torch.ones(3, 4, 32))
+    engine.destroy()
+    return str(error.value)
+
+
 def refusals() -> list[str]:
     divided = {"size": 2, "plan": {"blocks.*.0": "colwise", "blocks.*.2": "rowwise"}}
     return [
@@ -183,12 +193,13 @@ def refusals() -> list[str]:
         refused({"enable_fsdp_float8_all_gather": True}, 32),
         without_torchao(),
         without_fp8(),
+        odd_tokens(),
     ]
 
 
 def test_what_cannot_be_is_refused_with_a_remedy_and_the_model_stays() -> None:
     """ao#571, ao#3111: kernels give up in the first step on sides that are no multiples of 16."""
-    odd, part, nothing, all_out, recipe, rows, missing, device = run_ranks(2, refusals)[0]
+    odd, part, nothing, all_out, recipe, rows, missing, device, tokens = run_ranks(2, refusals)[0]
     assert "'blocks.0.0' a rank has [24, 16], and 3 others" in odd and '"filter_fqns": ["0", "2"]' in odd
     assert "'blocks.0.0' a rank has [24, 16]" in part
     assert "fp8.filter_fqns" in nothing and "'lm_head'" in nothing
@@ -196,6 +207,7 @@ def test_what_cannot_be_is_refused_with_a_remedy_and_the_model_stays() -> None:
     assert "fp8.recipe" in recipe and "rowwise_with_gw_hp" in recipe
     assert "fp8.enable_fsdp_float8_all_gather" in rows and '"tensorwise"' in rows
     assert "zerorun[fp8]" in missing
+    assert "of [32, 32], gets an input of [3, 4, 32]: 12 tokens" in tokens and "rowwise_with_gw_hp" in tokens
     assert "compute capability 8.9" in device and '"emulate": true' in device
 
 

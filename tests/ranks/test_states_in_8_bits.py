@@ -21,6 +21,7 @@ from zerorun.ops.single_pass import Adam8bit
 from zerorun.ops.state_format import BLOCK, StateFormat, keep_state, wide_state
 
 STEPS = 4
+CONVERTED = 2e-4  # nats by which a loss may differ after the first update from converted states: 0 and 4.4e-5 were seen
 PARAMS = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}
 
 
@@ -226,9 +227,11 @@ def test_back_to_fp32_and_to_8_bits_accelerate_1902(tmp_path: Path) -> None:
     wide = run_ranks(3, load_and_go_on, with_kind(config_of(3), "AdamW"), str(tmp_path / "8"))[0]
     assert wide["dtypes"] == {torch.float32}
     assert_same(wide["states"], saved["states"])
-    assert wide["losses"] == pytest.approx(saved["losses"], rel=1e-3)
+    assert wide["losses"] == pytest.approx(saved["losses"], rel=0, abs=CONVERTED)
     saved = run_ranks(2, save_and_go_on, with_kind(config_of(1), "AdamW"), str(tmp_path / "32"))[0]
-    for name, value in run_ranks(3, load_and_go_on, config_of(3), str(tmp_path / "32"))[0]["states"].items():
+    narrow = run_ranks(3, load_and_go_on, config_of(3), str(tmp_path / "32"))[0]
+    assert narrow["losses"] == pytest.approx(saved["losses"], rel=0, abs=CONVERTED)
+    for name, value in narrow["states"].items():
         wanted = saved["states"][name]
         if "embed" in name or wanted.numel() < 4096:
             assert torch.equal(value, wanted)

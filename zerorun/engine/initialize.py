@@ -171,6 +171,7 @@ def initialize(
         parallelized = divide(model, layers, wanted, topology, device).undone_with(multiplying.remove)
         parallelized = divide_sequences(model, way, wanted, topology, device, parallelized)
         _agree(multiplying.refuse_odd_parts)
+        multiplying.count_tokens(model)
         secondary = secondary_partition(wanted, topology)
         comm = Communicator(topology, device, wire_dtype(wanted), parallelized.model_axes, secondary)
         mark_chosen(model, settings.leaf_module)

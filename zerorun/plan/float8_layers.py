@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from ..distributed.float8_codes import Float8Cast
+from ..errors import ModelError
 from .weights import own_weight
 
+MULTIPLE = 16  # of which kernels want the sides of a matrix to be
 _PLACE = ("torchao.float8.float8_linear", "Float8Linear")
 
 
@@ -36,9 +38,35 @@ class _Computing:
 
 def float8_product(layer: nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return x W^T + b as the Float8Linear ``layer`` computes it. Scales are of this ``weight`` and this ``x``."""
+    if counts_tokens(layer):
+        refuse_odd_tokens(layer, (x,))
     kind: Any = float8_class(layer)
     product: torch.Tensor = kind.forward(_Computing(layer, weight, bias), x)
     return product
+
+
+def counts_tokens(layer: nn.Module) -> bool:
+    """True if ``layer`` multiplies by kernels that compute the gradient of its weight from 16 tokens at a time."""
+    config: Any = layer.config if is_float8(layer) else None
+    if config is None or config.emulate or config.pad_inner_dim:
+        return False
+    return bool(config.cast_config_input_for_grad_weight.scaling_type.value != "disabled")
+
+
+def refuse_odd_tokens(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Raise ModelError if the layer's weight is trained and ``inputs`` have another number of tokens: kernels would fail.
+
+    It may be a hook before forward of a layer that ``counts_tokens``.
+    """
+    x, weight = inputs[0], own_weight(layer)
+    tokens = x.numel() // max(x.shape[-1], 1)
+    if tokens % MULTIPLE and torch.is_grad_enabled() and weight is not None and weight.requires_grad:
+        raise ModelError(
+            f"a layer that multiplies in fp8, of {list(weight.shape)}, gets an input of {list(x.shape)}: {tokens} tokens. "
+            f"Kernels compute the gradient of its weight from multiples of {MULTIPLE}. Remedy: pad sequences, or choose a "
+            f"micro-batch, so that there are; or use the recipe 'rowwise_with_gw_hp', which multiplies there in 16 bits; "
+            f"or leave the layer out by fp8.filter_fqns."
+        )
 
 
 def casts_of(model: nn.Module) -> dict[int, Float8Cast]:

@@ -7,17 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..config.fields import ConfigNote
 from ..config.sections import Fp8
 from ..distributed.device import CPU, gpus_have_fp8
 from ..errors import ConfigError, ConfigProblem
 from ..pipeline.pipelined import Pipelined
-from ..plan.float8_layers import casts_of, is_float8
+from ..plan.float8_layers import MULTIPLE, casts_of, counts_tokens, is_float8, refuse_odd_tokens
 from ..plan.weights import PLAIN, kind_of, own_weight
 from .matrix_roles import matrices_of_blocks
-
-MULTIPLE = 16  # of which the sides of a weight have to be for kernels
 
 
 class Float8Layers:
@@ -29,6 +28,7 @@ class Float8Layers:
         Raises ConfigError if there is no torchao, or if the device has no fp8; no layer is changed then.
         """
         self._layers, self._added = dict(layers), dict[str, set[str]]()
+        self._counting: list[RemovableHandle] = []
         if not layers:
             return
         kind, recipe = _torchao()
@@ -43,8 +43,14 @@ class Float8Layers:
         """Raise ConfigError for a layer of which this rank has a part that kernels cannot take."""
         _refuse_odd(self._layers)
 
+    def count_tokens(self, model: nn.Module) -> None:
+        """From now on refuse inputs of layers in ``model``, also of those swapped by hand, that kernels cannot take."""
+        self._counting += [m.register_forward_pre_hook(refuse_odd_tokens) for m in model.modules() if counts_tokens(m)]
+
     def remove(self) -> None:
         """Turn them into ordinary linear layers again, which they must be whole for."""
+        while self._counting:
+            self._counting.pop().remove()
         for name, added in self._added.items():
             for key in added:
                 del vars(self._layers[name])[key]
