@@ -116,7 +116,7 @@ _WAITS = (
     (
         "second-copy-before-the-shard-is-there",
         "zerorun/zero/unit.py",
-        "    arrival.wait()",
+        "    uploaded.wait()",
         "    pass",
         "tests/ranks/test_secondary_partition.py::test_it_has_no_races",
     ),

@@ -352,9 +352,9 @@ def _gather_from_host_copy(
         comm.reads(second, arrival)
         return copy.all_gather(into, bounds, label, part, after=arrival)
     own = into[bounds[rank] : bounds[rank + 1]]
-    arrival = link.send([(source, own)])
-    comm.reads(source, arrival)
-    arrival.wait()
+    uploaded = link.send([(source, own)])
+    comm.reads(source, uploaded)
+    uploaded.wait()
     gathered = copy.all_gather(into, bounds, label, part, after=copy.copy(own, part, bounds, copied_as))
     return Pending(comm.statistics, label, [gathered], lambda: link.fetch(part, second, add=False, then=_nothing)())
 
