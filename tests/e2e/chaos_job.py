@@ -994,7 +994,7 @@ def slow_disk(rank: Rank, *, directory: str, journal: str, asynchronous: bool, d
             assert not (Path(directory) / "global_step1").exists() or rank.rank or slept
             going[0] = float(not (Path(directory) / "latest").exists())
             dist.broadcast(going, 0)
-            time.sleep(0.02)
+            time.sleep(0.1)
     engine.wait_for_checkpoint()
     for _ in range(2):
         train(engine, batches)

@@ -143,8 +143,8 @@ TRAINING = (
     Chain("every third step", {"stage": 2}, keep=2, every=3),
     Chain("every third step, asynchronous", {"stage": 3, "bf16": True}, keep=2, every=3, asynchronous=True),
 )
-# Of the chains of saves, those that run by day, too.
-CHAINS = ("stage 3 in bf16, keep 2", "stage 3, one tag, keep 1, sockets", "asynchronous, keep 1, bf16", "local disks")
+# Of the chains of saves, those that run by day, too. Two checkpoints are kept by a chain of training.
+CHAINS = ("stage 3, one tag, keep 1, sockets", "asynchronous, keep 1, bf16", "local disks")
 # Events of one save of the ranks: (by the leader, by the other).
 _EVENTS = {
     "write": (20, 20),
@@ -271,7 +271,7 @@ def test_kills_while_saving(nursery: Nursery, chain: Chain, kills: int, tmp_path
 
 
 @KILLS_OF_TRAINING
-@pytest.mark.parametrize("chain", TRAINING, ids=lambda chain: chain.name)
+@pytest.mark.parametrize("chain", by_day(TRAINING, TRAINING[0]), ids=lambda chain: chain.name)
 def test_kills_while_training(nursery: Nursery, chain: Chain, kills: int, tmp_path: Path) -> None:
     attack = Attack(nursery, chain, tmp_path)
     for number in range(kills):
@@ -303,8 +303,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-at_once_and_later = pytest.mark.parametrize("asynchronous", [False, True], ids=["at once", "asynchronously"])
-later_by_day = pytest.mark.parametrize("asynchronous", by_day((False, True), True), ids=["at once", "asynchronously"])
+AT_ONCE_AND_LATER = ["at once", "asynchronously"]
+at_once_and_later = pytest.mark.parametrize("asynchronous", [False, True], ids=AT_ONCE_AND_LATER)
+at_once_by_day = pytest.mark.parametrize("asynchronous", by_day((False, True), False), ids=AT_ONCE_AND_LATER)
+later_by_day = pytest.mark.parametrize("asynchronous", by_day((False, True), True), ids=AT_ONCE_AND_LATER)
 
 
 def starve(
@@ -321,9 +323,8 @@ def starve(
         assert str(small_disk) in message, f"{room}: it does not say which file: {message}"
 
 
-@pytest.mark.each_value
-@at_once_and_later
-@pytest.mark.parametrize("narrow", by_day((None, 0, 1), None, 1), ids=["both ranks", "rank 0", "rank 1"])
+@at_once_by_day
+@pytest.mark.parametrize("narrow", by_day((None, 0, 1), None), ids=["both ranks", "rank 0", "rank 1"])
 def test_no_space_left(nursery: Nursery, small_disk: Path, tmp_path: Path, narrow: int | None, asynchronous: bool) -> None:
     """Every rank learns which one had no space; nothing is left over; training and saving go on."""
     rooms = ["nothing", "one page", "a third", "most"]
@@ -336,8 +337,7 @@ def test_no_space_left_for_small_files(nursery: Nursery, small_disk: Path, tmp_p
     starve(nursery, small_disk, tmp_path / "wide", None, rooms, asynchronous)
 
 
-@pytest.mark.each_value
-@at_once_and_later
+@later_by_day
 @pytest.mark.parametrize("narrow", by_day((None, 0, 1), 1), ids=["both ranks", "rank 0", "rank 1"])
 def test_no_more_files(nursery: Nursery, small_disk: Path, tmp_path: Path, narrow: int | None, asynchronous: bool) -> None:
     """A file system that has room, but takes no new file."""
@@ -625,14 +625,13 @@ def test_one_save_at_a_time(nursery: Nursery, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "at, fails, point",
     [
-        ("wait", 1, "write"),
         ("wait", 0, "small"),
-        ("save", 1, "write"),
         ("save asynchronously", 0, "sync"),
         ("load", 1, "write"),
         ("export", 0, "write"),
         ("destroy", 1, "sync"),
-        *by_day((("wait", 0, "write"), ("wait", 1, "sync"), ("wait", 0, "manifest"), ("wait", 0, "publish"))),
+        *by_day((("save", 1, "write"), ("wait", 0, "write"), ("wait", 1, "write"), ("wait", 1, "sync"))),
+        *by_day((("wait", 0, "manifest"), ("wait", 0, "publish"))),
     ],
 )
 def test_failure_surfaces_once(nursery: Nursery, tmp_path: Path, at: str, fails: int, point: str) -> None:
@@ -695,7 +694,10 @@ def test_exit_waits_for_the_save(tmp_path: Path) -> None:
 
 @pytest.mark.each_value
 @at_once_and_later
-@pytest.mark.parametrize("kind", ["object", "sparse tensor", "complex128", "long double", "endless", "long integer"])
+@pytest.mark.parametrize(
+    "kind",  # by day each in unit/test_checkpoint_files.py
+    by_day(("object", "sparse tensor", "complex128", "long double", "endless", "long integer"), "object", "endless"),
+)
 def test_state_that_cannot_be_stored(nursery: Nursery, tmp_path: Path, kind: str, asynchronous: bool) -> None:
     """Rank 0's client state counts; that it is refused is an error on all ranks, and no rank waits for the other."""
     options = {"directory": str(tmp_path / "checkpoints"), "kind": kind, "asynchronous": asynchronous}
@@ -721,7 +723,7 @@ def test_parameter_without_elements(nursery: Nursery, tmp_path: Path, stage: int
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("shard", [1, 2, 4])
+@pytest.mark.parametrize("shard", by_day((1, 2, 4), 1, 2))
 @pytest.mark.parametrize("peer_memory", [True, False], ids=["peer memory", "sockets"])
 def test_replicas(nursery: Nursery, tmp_path: Path, shard: int, peer_memory: bool) -> None:
     """Four ranks, of which every ``shard`` neighbours hold the whole."""
@@ -787,8 +789,12 @@ def test_two_versions_of_a_tag_are_not_mixed(nursery: Nursery, tmp_path: Path, t
     assert steps == {2} or loaded[0].value[1] == (tmp_path / "digest").read_text()
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("rank, kind", [(0, "model-"), (1, "model-"), (1, "optimizer.exp_avg-"), (1, "config.json")])
+@pytest.mark.parametrize(
+    "rank, kind",
+    by_day(
+        ((0, "model-"), (1, "model-"), (1, "optimizer.exp_avg-"), (1, "config.json")), (0, "model-"), (1, "config.json")
+    ),
+)
 def test_damage_on_a_local_disk(nursery: Nursery, tmp_path: Path, rank: int, kind: str) -> None:
     """One rank's disk loses a bit: both ranks go back to the checkpoint before."""
     source = tmp_path / "checkpoints"

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import patience, run_ranks
+from harness import fork_program, patience, run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
 from training import make_config, shared_topology
@@ -961,14 +961,13 @@ def test_the_example_sees_damage(run_dir: Path, name: str) -> None:
         read(run_dir / "global_step4")
 
 
-def test_the_example_as_a_program(saved: Path) -> None:
-    command = [sys.executable, str(EXAMPLE), str(saved / "run" / "global_step4")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60 * patience())
-    assert done.stdout.splitlines()[1:] == [
+def test_the_example_as_a_program(saved: Path, tmp_path: Path) -> None:
+    lines = fork_program(1, str(EXAMPLE), str(saved / "run" / "global_step4"), folder=tmp_path).splitlines()
+    assert lines[1:] == [
         "master: 3 tensors, 912 elements",
         "model: 8 tensors, 1828 elements",
         "optimizer.exp_avg: 3 tensors, 912 elements",
         "optimizer.exp_avg_sq: 3 tensors, 912 elements",
-        done.stdout.splitlines()[5],
+        lines[5],
         "optimizer.step: [(4.0, 3)] as (value, parameters)",
-    ], done.stderr
+    ]

@@ -72,7 +72,7 @@ def test_exit_in_the_script(script: Path) -> None:
         assert [rank.finish(120 * patience())[0] for rank in scripts] == [0, 0]
 
 
-@pytest.mark.nightly  # by day with a collective in flight, below
+@pytest.mark.nightly  # by day what the rank does, below, and what the launcher does in cluster/test_failures.py
 @pytest.mark.parametrize("stage", [3, 1])
 def test_one_rank_raises(script: Path, stage: int) -> None:
     done = launch(script, str(stage), "raise")
@@ -92,7 +92,14 @@ raise ValueError("planted")
 """
 
 
-def test_a_rank_that_raises_ends_though_a_collective_of_the_script_waits_for_another(tmp_path: Path) -> None:
+def test_a_rank_that_raises_ends_though_a_collective_of_the_script_waits_for_another() -> None:
+    with start_ranks(2, IN_FLIGHT) as scripts:
+        code, _, errors = scripts[1].finish(120 * patience())
+        assert (code, "ValueError: planted" in errors) == (1, True), errors
+
+
+@pytest.mark.nightly  # by day without the launcher, above
+def test_the_launcher_ends_the_others_of_a_rank_with_a_collective_in_flight(tmp_path: Path) -> None:
     script = tmp_path / "in_flight.py"
     script.write_text(IN_FLIGHT)
     done = launch(script)
