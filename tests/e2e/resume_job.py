@@ -20,7 +20,7 @@ import zerorun
 from zerorun.data import RepeatingLoader
 
 CELLS = {
-    "by day": ((0, "fp16"), (1, "bf16"), (2, "fp32"), (3, "fp16"), (3, "bf16")),
+    "by day": ((0, "fp16"), (2, "fp32"), (3, "bf16")),
     "at night": tuple(product(range(4), ("fp32", "bf16", "fp16"))),
 }
 SAVED_AT, STEPS = 5, 12

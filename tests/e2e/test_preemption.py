@@ -9,10 +9,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from functools import partial
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from forked_scripts import RunningScript
 from harness import patience, start_ranks
 
 from zerorun.checkpoint.automatic import EXIT_RESUME
@@ -42,9 +43,13 @@ class Job:
     def start(self) -> None:
         self.process = subprocess.Popen(self._command, stderr=subprocess.PIPE, text=True)
 
+    def started_alone(self) -> AbstractContextManager[list[RunningScript]]:
+        """The ranks, without a launcher."""
+        return start_ranks(RANKS, JOB.read_text(), str(self.folder / "ds.json"), str(self.folder))
+
     def run_alone(self) -> None:
         """To the end, without a launcher."""
-        with start_ranks(RANKS, JOB.read_text(), str(self.folder / "ds.json"), str(self.folder)) as ranks:
+        with self.started_alone() as ranks:
             for rank in ranks:
                 code, _, errors = rank.finish(90 * patience())
                 assert code == 0, errors
@@ -87,15 +92,39 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "wait").unlink(missing_ok=True)
 
 
-at_night = partial(pytest.param, marks=pytest.mark.nightly)
-
-
-AT_NIGHT = ("launcher", "one worker", "one worker, twice", "launcher, SIGUSR1")
-
-
-@pytest.mark.parametrize("who", ["launcher, SIGUSR1, twice", *map(at_night, AT_NIGHT)])
-def test_told_to_end(who: str, folder: Path, uninterrupted: list[dict[int, str]]) -> None:
+def saved_at_one_step_and_went_on(job: Job, uninterrupted: list[dict[int, str]]) -> None:
     """One complete checkpoint, at the same step on all ranks; the run that goes on is the uninterrupted one."""
+    assert newest_first(job.checkpoints) == ["global_step4"]
+    job.run_alone()
+    assert all((job.folder / f"run-{rank}-1").read_text().endswith(" 4") for rank in range(RANKS))
+    expected = [{step: loss for step, loss in losses.items() if step != 4} for losses in uninterrupted]
+    assert job.all_losses() == expected  # the step that saves ends the process before the script can write of it
+
+
+def test_ranks_that_are_told_to_end(folder: Path, uninterrupted: list[dict[int, str]]) -> None:
+    """As the launcher tells them, which passes signals on: unit/test_launcher_processes.py. One is told twice."""
+    (folder / "wait").touch()
+    job = Job(folder)
+    with job.started_alone() as ranks:
+        pids = job.wait_at_step_3()
+        for pid in pids:
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(0.1)
+        os.kill(pids[1], signal.SIGTERM)
+        time.sleep(0.3)
+        (folder / "wait").unlink()
+        for rank in ranks:
+            code, _, errors = rank.finish(90 * patience())
+            assert code == EXIT_RESUME, errors
+    saved_at_one_step_and_went_on(job, uninterrupted)
+
+
+WHO = ("launcher, SIGUSR1, twice", "launcher", "one worker", "one worker, twice", "launcher, SIGUSR1")
+
+
+@pytest.mark.nightly  # by day without the launcher, above, and on several hosts in cluster/test_slurm.py
+@pytest.mark.parametrize("who", WHO)
+def test_told_to_end(who: str, folder: Path, uninterrupted: list[dict[int, str]]) -> None:
     (folder / "wait").touch()
     job = Job(folder)
     job.start()
@@ -110,11 +139,7 @@ def test_told_to_end(who: str, folder: Path, uninterrupted: list[dict[int, str]]
     (folder / "wait").unlink()
     code, said = job.finish()
     assert code == EXIT_RESUME, said
-    assert newest_first(job.checkpoints) == ["global_step4"]
-    job.run_alone()
-    assert all((folder / f"run-{rank}-1").read_text().endswith(" 4") for rank in range(RANKS))
-    expected = [{step: loss for step, loss in losses.items() if step != 4} for losses in uninterrupted]
-    assert job.all_losses() == expected  # the step that saves ends the process before the script can write of it
+    saved_at_one_step_and_went_on(job, uninterrupted)
 
 
 @pytest.mark.nightly  # by day: e2e/test_resume.py, and over hosts cluster/test_restarts.py

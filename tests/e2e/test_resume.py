@@ -26,7 +26,7 @@ AT_NIGHT = [pytest.param(world, "at night", marks=pytest.mark.nightly) for world
 
 @pytest.mark.parametrize(("world", "cells"), [(2, "by day"), *AT_NIGHT])
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(world: int, cells: str, tmp_path: Path) -> None:
-    """Weights, masters, moments, losses, rates, loss scale, norms, random numbers, sample ids; 5 or 12 configurations."""
+    """Weights, masters, moments, losses, rates, loss scale, norms, random numbers, sample ids; 3 or 12 configurations."""
     run(world, "whole", tmp_path, cells)
     run(world, "first", tmp_path, cells, code=-signal.SIGKILL)
     run(world, "second", tmp_path, cells)

@@ -112,8 +112,7 @@ def test_launches_of_a_step_do_not_grow_with_ranks_or_blocks(stage: int, precisi
     """But for the updates: one for each flat group."""
     rounded = Counter({"copy_.default": 1, "clone.default": 1, "where.self_out": 1})  # new weights, maybe put back
     each = UPDATE + (rounded if precision == "bf16" else Counter())
-    for world, blocks in ((1, 4), (64, 4), (8, 8)):
-        found = count(world, stage, precision, blocks)
+    for found in (count(1, stage, precision), count(64, stage, precision), count(8, stage, precision, blocks=8)):
         updates = {name: times * len(found.plan.trainable) for name, times in each.items()}
         assert found.launches == NORM + LOSSES + DECISION + Counter(updates)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import by_day
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -191,7 +192,7 @@ def test_factored_states() -> None:
     assert zerorun.estimate_memory(blocks_of(4, 512), given, 2, device="cpu").kinds["moments"] == 4 * 2 * 4 * 512
 
 
-@pytest.mark.parametrize("optimizer", ["Adafactor", "Lamb", "AdamW"])
+@pytest.mark.parametrize("optimizer", by_day(("Adafactor", "Lamb", "AdamW"), "Adafactor"))
 def test_ranks_hold_equally_much(optimizer: str) -> None:
     """Also with optimizers that go by sums: at most 1 % more than the mean."""
     for stage, ranks in product((1, 2, 3), (2, 3, 8, 64)):

@@ -90,6 +90,11 @@ def compiler_that(path: Path, condition: str, words: str) -> str:
     return script(path, f'case "$*" in {condition}) echo "error: {words}"; exit 1;; esac\nexec {real} "$@"')
 
 
+def compile_library(text: str, path: Path) -> None:
+    command = [*COMPILERS[0], "-shared", "-fPIC", "-x", "c++", "-", "-o", str(path)]
+    subprocess.run(command, input=text, text=True, check=True)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_installed() -> None:
     if build.INSTALLED.exists():
@@ -217,8 +222,11 @@ def test_library_of_another_version(cache: Path, monkeypatch: pytest.MonkeyPatch
     name = build.cached_name(compiler)
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DOTHER"))
     assert build.cached_name(compiler) != name
-    build.build(compiler, cache / name)
+    other = build.source_key()
     monkeypatch.undo()
+    assert build.source_key() != other
+    cache.mkdir(mode=0o700)
+    compile_library('extern "C" const char* zerorun_source() { return "' + other + '"; }', cache / name)
     found = run(environment(cache))
     assert found["right"] and found["source"] == "cached" and not found["warnings"]
     (cache / name).write_text("not a library")
@@ -284,10 +292,8 @@ OTHER_USER = 65534
 
 def plant(library: Path, tmp_path: Path) -> None:
     """What an attacker puts in place of the library."""
-    source = tmp_path / "attack.cpp"
-    source.write_text(ATTACK.replace("KEY", f'"{build.source_key()}"'))
     made = tmp_path / "attack.so"
-    subprocess.run([*COMPILERS[0], "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
+    compile_library(ATTACK.replace("KEY", f'"{build.source_key()}"'), made)
     library.parent.mkdir(parents=True, exist_ok=True)
     shutil.copy(made, library)
 
