@@ -88,8 +88,11 @@ class Keeper:
 def _main(reader: int, folder: Path) -> None:
     """Wait until no supervisor holds the other end of the pipe, then leave nothing in ``folder``."""
     stand_apart(b"zerorun-keeper", reader)
+    with contextlib.suppress(OSError):
+        os.chdir(folder)  # whoever finds the folder sees by this whose it is
     while os.read(0, 64):
         pass
+    os.chdir("/")
     quiet_since = time.monotonic()
     while time.monotonic() - quiet_since < _QUIET_SECONDS:
         if folder.exists():

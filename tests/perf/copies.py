@@ -2,10 +2,11 @@
 
     python tests/perf/copies.py --params 25M --rounds 5 --context 128 --batch 8
 
-Two ranks of one thread, each with a launcher of its own, as on two hosts: each sends its files to the other. Both engines
-are in the same processes, at stage 3 with AdamW, and take turns of a few steps; the other one is
-first in the next round. Figures are medians over rounds of the seconds of a step. ``behind``: what a copy takes by itself,
-from the end of a step until it is whole on both hosts, while nothing else runs.
+Two ranks of one thread, each with a launcher of its own, as on two hosts: each sends its parts to the other. Both engines
+are in the same processes, at stage 3 with AdamW, and take turns of two steps; the other one is first in the next round.
+Figures are medians over rounds of the seconds of a step, by the clock and by rank 0's processor time, in which its part of
+a copy is, too; on a machine with more to do, only the second says something. ``behind``: what a copy takes by itself, from
+the end of a step until it is whole on both hosts, while nothing else runs.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
 from compare_peers import VOCABULARY, build_model
 
-STEPS = 5  # of a turn
+STEPS = 2  # of a turn
 ROOT = Path(__file__).parents[2]
 
 
@@ -49,36 +53,40 @@ def measure(args: argparse.Namespace) -> None:
         engines[name] = zerorun.initialize(build_model(args.params, args.context), config)
     ids = torch.randint(VOCABULARY, (args.batch, args.context))
 
-    def turn(name: str) -> float:
-        engine = engines[name]
+    def timed(act: Callable[[], object]) -> tuple[float, float]:
+        """The seconds of ``act``: by the clock, and of this process."""
         torch.distributed.barrier()
-        begun = time.perf_counter()
+        begun = time.perf_counter(), time.process_time()
+        act()
+        torch.distributed.barrier()
+        return time.perf_counter() - begun[0], time.process_time() - begun[1]
+
+    def turn(engine: zerorun.Engine) -> None:
         for _ in range(STEPS):
             engine.backward(engine(ids, ids))
             engine.step()
         if engine.memory_copies is not None:
             engine.memory_copies.settle()
-        torch.distributed.barrier()
-        return (time.perf_counter() - begun) / STEPS
 
-    def behind() -> float:
+    def behind() -> None:
         copies = engines["with"].memory_copies
         assert copies is not None, "start it by this script"
-        begun = time.perf_counter()
         copies.keep()
         copies.settle()
-        return time.perf_counter() - begun
 
-    found: dict[str, list[float]] = {"without": [], "with": [], "behind": []}
+    found: dict[str, list[tuple[float, float]]] = {"without": [], "with": [], "behind": []}
     for round_ in range(args.rounds + 1):
         for name in ("without", "with") if round_ % 2 else ("with", "without"):
-            seconds = turn(name)
-            found[name] += [seconds] if round_ else []
-        found["behind"].append(behind())
+            seconds = timed(partial(turn, engines[name]))
+            found[name] += [(seconds[0] / STEPS, seconds[1] / STEPS)] if round_ else []
+        found["behind"].append(timed(behind))
     if os.environ["RANK"] == "0":
-        medians = {name: round(statistics.median(values), 4) for name, values in found.items()}
-        ratio = statistics.median(a / b for a, b in zip(found["with"], found["without"], strict=True))
-        shown = {"params": args.params, "tokens": args.batch * args.context, **medians, "ratio": round(ratio, 3)}
+        shown: dict[str, Any] = {"params": args.params, "tokens": args.batch * args.context}
+        for which, kind in enumerate(("clock", "processor")):
+            columns = {name: [value[which] for value in values] for name, values in found.items()}
+            shown[kind] = {name: round(statistics.median(values), 4) for name, values in columns.items()}
+            ratios = map(truediv, columns["with"], columns["without"])
+            shown[kind]["ratio"] = round(statistics.median(ratios), 3)
         print(json.dumps(shown), flush=True)
     for engine in engines.values():
         engine.destroy()

@@ -92,25 +92,24 @@ class Checkpointer:
         asynchronous: bool,
         latest: bool,
         keep: int | None,
-        doubled: bool = False,
     ) -> Path:
-        """Save into ``directory/tag``, and return the path of the checkpoint. ``doubled``: with a copy on another host."""
+        """Save into ``directory/tag``, and return the path of the checkpoint."""
         self.wait()
         default = f"global_step{self.run.counters()['global_steps']}"
 
         def look() -> Destination:
             check_client_state(client_state)
             where = directory_of(directory), tag_of(tag) or default
-            return Destination(*where, latest, keep, doubled=doubled, check=self.check_point)
+            return Destination(*where, latest, keep, check=self.check_point)
 
         target = self._meet("save_checkpoint()", look)
         if not asynchronous:
             self.subject.comm.fence()
-        captured = self._capture(target.tag, client_state or {}, trainable_only=trainable_only)
+        captured = self.capture(target.tag, client_state or {}, trainable_only=trainable_only)
         captured.manifest.becomes_latest = latest
         captured.small |= self._adapters_file()
         path = self.saver.save(captured, target, asynchronous=asynchronous)
-        if is_rank_zero() and not doubled:
+        if is_rank_zero():
             logger.info("checkpoint %s %s", path, "is being written" if asynchronous else "is saved")
         return path
 
@@ -120,7 +119,7 @@ class Checkpointer:
         path, dtype = self._meet("export()", lambda: (directory_of(directory), dtype_of(asked)))
         self.saver.ranks.agree(attempt(self._compare_with_beginning)[1])
         self.subject.comm.fence()
-        captured = self._capture(path.name, {}, trainable_only=False)
+        captured = self.capture(path.name, {}, trainable_only=False)
         captured.weights_only = True
         captured.parts = [part for part in captured.parts if part.set in (MODEL, MASTER)]
         if merge_adapter:
@@ -182,7 +181,8 @@ class Checkpointer:
             self._adapters = {ADAPTERS_FILE: found.to_bytes()} if found is not None else {}
         return self._adapters
 
-    def _capture(self, tag: str, client_state: dict[str, Any], *, trainable_only: bool) -> Captured:
+    def capture(self, tag: str, client_state: dict[str, Any], *, trainable_only: bool) -> Captured:
+        """What this rank has now. Its parts are where they are, not copied."""
         captured, problem = attempt(lambda: self._capture_here(tag, client_state, trainable_only))
         self.saver.ranks.agree(problem)
         assert captured is not None
@@ -297,9 +297,10 @@ class Checkpointer:
 
     def _load_one(self, directory: Path, tag: str, wanted: Wanted) -> tuple[Path, dict[str, Any]]:
         with open_on_all(self.saver.ranks, directory, tag) as reader:
-            return reader.path, self._restore(reader, wanted)
+            return reader.path, self.restore(reader, wanted)
 
-    def _restore(self, reader: Reader, wanted: Wanted) -> dict[str, Any]:
+    def restore(self, reader: Reader, wanted: Wanted) -> dict[str, Any]:
+        """Load what ``reader`` has, and return the client state."""
         manifest, ranks, run = reader.manifest, self.saver.ranks, self.run
         assert manifest is not None
         loader = ModelLoader.compared(self.inventory, reader, wanted, ranks)

@@ -1,34 +1,57 @@
 """Memory copies: the newest step in the shared memory of each host and of another one, for a start after a failure.
 
 [Note: what a copy is]
-A checkpoint like any other, in a folder of a memory file system that the host's supervisor has made (launcher/keeper.py).
-So each file is checked, it appears on all hosts or on none, and is loaded at any number of ranks. Two things are different.
-Each rank sends its files to a rank of the next host, which checks them: the copy appears only when all have. And of frozen
-parameters, which do not change, it has checksums only, which are computed once.
+Each rank keeps its parts of what a checkpoint would have in a file of the host's shared memory, in a folder that the host's
+supervisor has made (launcher/keeper.py); what several ranks have, one of them keeps. It sends them to a rank of the next
+host, which checks them. All ranks' parts together are loaded as a checkpoint is, at any number of ranks, and each from
+whichever host has it undamaged. Of frozen parameters, which do not change, there are checksums only, computed once.
 
 [Note: one step at most]
-The copy of step s is made behind the forward and the backward of step s + 1, and ends before that step's update. So when
-s + 1 is finished, s is whole on two hosts; whatever fails then, at most one finished step is repeated. The older copy is
-deleted when the newer one has appeared on all hosts: there are two while one is made.
+The parts of step s are copied at its end, and sent behind the forward and the backward of step s + 1, whose update begins
+when all ranks have said that theirs are checked. So when s + 1 is finished, s is whole on two hosts; whatever fails then,
+at most one finished step is repeated. Each rank has two files, and writes the one that has not the newest whole copy.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..distributed.device import on_gpu, pin, synchronize
+from ..distributed.waits import waiting
+from ..distributed.wire import encode
 from ..errors import CheckpointError, DamagedError
 from ..launcher.keeper import VARIABLE
 from ..log import is_rank_zero, logger, warn_once
-from . import directory as folder
+from ..watch.board import NOBODY, stay_off_the_board
 from .checkpointer import Checkpointer
 from .inventory import Subject
+from .kept_parts import (
+    Layout,
+    PartsReader,
+    Record,
+    block_sums,
+    is_good,
+    make_room,
+    parts_file,
+    record_of,
+    records_in,
+    write_record,
+)
 from .load import Wanted
-from .ranks import Ranks, attempt
+from .partners import exchange, partners
+from .ranks import Problem, Ranks, attempt
+from .save import Captured, frozen_sums, merge_facts, now, plan_together
 
-_TAG = re.compile(r"global_step(\d+)")
+_Version = tuple[int, str]
+_Found = dict[int, tuple[Path, Record]]  # by the rank that has kept it
 
 
 class MemoryCopies:
@@ -37,6 +60,16 @@ class MemoryCopies:
     def __init__(self, subject: Subject, run: Any, place: Path, every_steps: int) -> None:
         self.checkpointer = Checkpointer(subject, run)
         self._place, self._every_steps = place, every_steps
+        self._epoch = ""
+        self._slot, self._whole = 0, -1  # what is written now; what has the newest whole copy
+        self._described: Any = None  # what the layout was made for
+        self._layout = Layout((), (), 0)
+        self._to: list[int] = []  # the partner of each rank
+        self._leads = False  # of the ranks of this host
+        self._memory: dict[tuple[int, int], torch.Tensor] = {}  # by slot and rank
+        self._frozen: dict[str, dict[str, Any]] | None = None
+        self._thread: threading.Thread | None = None
+        self._problem: Problem | None = None
 
     @classmethod
     def make(cls, subject: Subject, run: Any, every_steps: int) -> MemoryCopies | None:
@@ -50,37 +83,166 @@ class MemoryCopies:
         """True if a copy is to be made after this many steps."""
         return global_steps > 0 and global_steps % self._every_steps == 0
 
+    # -- keeping ---------------------------------------------------------------------------------------------------------
+
     def keep(self) -> None:
-        """Begin to copy what the ranks have now."""
-        options: dict[str, Any] = {"trainable_only": True, "asynchronous": True, "latest": False, "keep": 1}
-        self.checkpointer.save(self._place, None, None, **options, doubled=True)
+        """Copy what the ranks have now, and begin to send it."""
+        self.settle()
+        captured = self.checkpointer.capture("", {}, trainable_only=True)
+        self._plan(captured)
+        self._slot = 1 - self._whole if self._whole >= 0 else 0
+        _, problem = attempt(lambda: self._copy(captured))
+        self._thread = threading.Thread(target=self._finish, args=(captured, problem), name="zerorun memory copy")
+        self._thread.start()
 
     def settle(self) -> None:
         """Wait until the last copy is whole. If it failed, say so: training goes on, with the copy before that."""
+        if self._thread is None:
+            return
+        with waiting("checkpoint: a copy in memory", span=NOBODY):
+            self._thread.join()
+        self._thread, problem = None, self._problem
         try:
-            self.checkpointer.wait()
+            self.checkpointer.saver.ranks.agree(problem)
         except CheckpointError as error:
             logger.warning("no copy of this step is kept in memory: %s", error)
+            return
+        self._whole = self._slot
+        if self._leads:
+            self._forget_others()
+
+    def _plan(self, captured: Captured) -> None:
+        """Decide what each rank keeps, and where, if what the ranks have is not what they had before."""
+        ranks, peers = self.checkpointer.saver.ranks, self.checkpointer.subject.comm.dense.peer_reader()
+        described = [replace(part.row(), address=0) for part in captured.parts], captured.order
+        if not any(ranks.gather(described != self._described)):
+            return
+        self._described = described
+        self._layout = Layout.of(plan_together(captured.parts, captured.order, ranks), ranks.rank)
+        places = ranks.volumes(self._place)
+        self._to, self._leads = partners(places), places[ranks.rank] == ranks.rank
+        self._epoch = ranks.first(lambda: re.sub(r"\D", "", now()))
+        self._memory, self._whole = {}, -1
+        if any(ranks.gather(bool(captured.frozen))):
+            self._frozen = self._frozen or frozen_sums(captured.frozen, captured.order, ranks, peers)
+
+    def _file(self, rank: int) -> Path:
+        return self._place / parts_file(self._epoch, self._slot, rank)
+
+    def _room(self, rank: int, nbytes: int, *, pinned: bool = False) -> torch.Tensor:
+        """The memory for the parts of ``rank``, whose record is gone: they are no copy while they are written."""
+        path = self._file(rank)
+        record_of(path).unlink(missing_ok=True)
+        if (self._slot, rank) not in self._memory:
+            path.unlink(missing_ok=True)
+            made = self._memory[self._slot, rank] = make_room(path, nbytes)
+            if pinned:
+                pin(made)
+        return self._memory[self._slot, rank]
+
+    def _copy(self, captured: Captured) -> None:
+        ranks = self.checkpointer.saver.ranks
+        pinned = any(on_gpu(part.tensor) for part in captured.parts)
+        memory = self._room(ranks.rank, self._layout.nbytes, pinned=pinned)
+        own = {(part.set, part.name): part.tensor for part in captured.parts}
+        sources, places = [], []
+        for part in self._layout.parts:
+            source = own[part.set, part.name][part.offset : part.offset + part.numel]
+            sources.append(source)
+            places.append(memory[part.begin : part.end].view(source.dtype))
+        if places:
+            torch._foreach_copy_(places, sources)
+        for device in {source.device for source in sources}:
+            synchronize(device)
+
+    def _finish(self, captured: Captured, problem: Problem | None) -> None:
+        """In the thread: check, send, and receive what another rank sends."""
+        stay_off_the_board()
+        ranks = self.checkpointer.saver.ranks
+        own: tuple[bytes, torch.Tensor] | None = None
+        if problem is None:
+            own, problem = attempt(lambda: self._checked(captured))
+        _, other = attempt(lambda: self._exchange(own))
+        if own is not None:
+            _, late = attempt(lambda: self._take(ranks.rank, own[0]))
+            problem = problem or late
+        self._problem = problem or other
+
+    def _exchange(self, own: tuple[bytes, torch.Tensor] | None) -> None:
+        try:
+            exchange(self.checkpointer.saver.ranks, self._to, own, self._room, self._take)
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            raise CheckpointError(f"another rank ended, or gave up, while a copy was sent ({error}).") from error
+
+    def _checked(self, captured: Captured) -> tuple[bytes, torch.Tensor]:
+        """(the encoded record of this rank's parts, the parts)."""
+        self.checkpointer.check_point("write")
+        ranks, memory = self.checkpointer.saver.ranks, self._memory[self._slot, self.checkpointer.saver.ranks.rank]
+        captured.manifest.frozen_base = self._frozen
+        step, facts = captured.manifest.global_steps, captured.facts(ranks)
+        who = step, self._epoch, self._slot, ranks.rank, ranks.size
+        return encode(Record(*who, block_sums(memory), self._layout, facts)), memory
+
+    def _take(self, rank: int, record: bytes) -> None:
+        self.checkpointer.check_point("record")
+        write_record(self._file(rank), record)
+
+    def _forget_others(self) -> None:
+        """Delete all copies but the newest, which is whole. The files of this start are written again."""
+        for path in self._place.glob("*.*.*.*"):
+            epoch, slot, *_, kind = path.name.split(".")
+            if epoch != self._epoch or (slot != str(self._whole) and kind == "record"):
+                path.unlink(missing_ok=True)
+
+    # -- loading ---------------------------------------------------------------------------------------------------------
 
     def load(self, wanted: Wanted, newer_than: int) -> Path | None:
         """Load the newest copy that is whole, if it has more steps than ``newer_than``; None if there is none."""
         ranks = self.checkpointer.saver.ranks
-        for tag in self._tags(ranks):
-            if _steps(tag) < newer_than:
+        here: dict[_Version, _Found] = {}
+        for path, record in attempt(lambda: list(records_in(self._place)))[0] or []:
+            here.setdefault(record.version, {})[record.rank] = path, record
+        self.checkpointer.subject.model.make_ready()  # otherwise they would change what is loaded
+        for version in _complete(ranks, here):
+            if version[0] < newer_than:
                 break
             try:
-                path, _ = self.checkpointer.load(self._place, tag, wanted)
-                return path
+                reader = self._open(ranks, here.get(version, {}))
+                self.checkpointer.restore(reader, wanted)
+                return reader.path
             except DamagedError as error:
                 if is_rank_zero():
-                    logger.warning("the copy %s in memory is not whole: %s", tag, error)
+                    logger.warning("the copy of step %d in memory is not whole: %s", version[0], error)
         return None
 
-    def _tags(self, ranks: Ranks) -> list[str]:
-        """Those that any host has, the newest first."""
-        here = attempt(lambda: folder.newest_first(self._place))[0] or []
-        found = {tag for tags in ranks.gather(here) for tag in tags if _TAG.fullmatch(tag)}
-        return sorted(found, key=_steps, reverse=True)
+    def _open(self, ranks: Ranks, here: _Found) -> PartsReader:
+        """Open one copy, of which this host has ``here``. Each of its files is checked by one rank of the host."""
+        places = ranks.volumes(self._place)
+        near = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
+        mine = sorted(here)[near.index(ranks.rank) :: len(near)]
+        good = ranks.gather([rank for rank in mine if is_good(*here[rank])])
+        bad = [rank for rank in mine if rank not in good[ranks.rank]]
+        if bad:
+            logger.warning("parts of ranks %s in %s are damaged; those on another host are looked for.", bad, self._place)
+        providers: dict[int, int] = {}  # rank that has kept -> first rank of the first host that has it undamaged
+        around: set[int] = set()
+        for rank, found in enumerate(good):
+            for kept in found:
+                providers[kept] = min(places[rank], providers.get(kept, places[rank]))
+                around |= {kept} if rank in near else set()
+        told = ranks.gather({kept: here[kept][1] for kept, rank in providers.items() if rank == ranks.rank})
+        records = {kept: record for found in told for kept, record in found.items()}
+        world = max(record.world for record in records.values()) if records else 0
+        lost = [kept for kept in range(max(world, 1)) if kept not in records]
+        if lost:
+            raise DamagedError(f"no host has undamaged parts of ranks {lost}.")
+        facts = merge_facts(records[kept].facts for kept in sorted(records))
+        kinds = dict.fromkeys(stored.set for record in records.values() for stored in record.layout.tensors)
+        missing = {records[kept].file: rank for kept, rank in providers.items() if kept not in around}
+        by_file = {record.file: record for record in records.values()}
+        return PartsReader(self._place, facts.manifest(kinds), missing, by_file, facts.tensors)
 
     def close(self) -> None:
         """Wait for the last copy, and release the process group."""
@@ -88,6 +250,15 @@ class MemoryCopies:
         self.checkpointer.close()
 
 
-def _steps(tag: str) -> int:
-    match = _TAG.fullmatch(tag)
-    return int(match[1]) if match is not None else -1
+def _complete(ranks: Ranks, here: dict[_Version, _Found]) -> Sequence[_Version]:
+    """The versions of which the hosts together have the files of all ranks, the newest first."""
+    kept: dict[_Version, set[int]] = {}
+    worlds: dict[_Version, int] = {}
+    for found in ranks.gather(
+        [(version, list(files), next(iter(files.values()))[1].world) for version, files in here.items()]
+    ):
+        for version, members, world in found:
+            kept.setdefault(version, set()).update(members)
+            worlds[version] = world
+    whole = [version for version, members in kept.items() if members == set(range(worlds[version]))]
+    return sorted(whole, reverse=True)

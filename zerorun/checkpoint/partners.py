@@ -1,23 +1,21 @@
-"""Partners: each rank sends the files that it has written to a rank of another host, so that no host has the only copy."""
+"""Partners: each rank sends what it keeps to a rank of another host, so that no host has the only copy."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ..errors import DamagedError
-from .files import create
+from ..distributed.wire import decode
+from ..errors import DamagedError, MessageError
+from .kept_parts import BLOCK_BYTES, Record, block_sums
 from .ranks import Ranks
-from .tensorfile import BLOCK_BYTES, FileRecord, memory_of
 
-_CHUNK = 8 * BLOCK_BYTES  # bytes of a message
+_CHUNK = 16 * BLOCK_BYTES  # bytes of a message: what has come is still in the processor's cache when it is checked
 
 
 def partners(places: Sequence[int]) -> list[int]:
-    """Return for each rank the one on the next host that takes its files; the rank itself if there is but one host.
+    """Return for each rank the one on the next host that takes its parts; the rank itself if there is but one host.
 
     ``places``: for each rank, the first rank of its host.
     """
@@ -32,75 +30,64 @@ def partners(places: Sequence[int]) -> list[int]:
 
 
 def exchange(
-    ranks: Ranks, places: Sequence[int], written: Sequence[Mapping[str, FileRecord]], folder: Path
-) -> dict[str, FileRecord]:
-    """Send this rank's files to its partner, write those that come into ``folder``, and return their records. Collective.
+    ranks: Ranks,
+    to: Sequence[int],
+    own: tuple[bytes, torch.Tensor] | None,
+    room: Callable[[int, int], torch.Tensor],
+    take: Callable[[int, bytes], object],
+) -> None:
+    """Send ``own``, a record and the parts that it is of, to this rank's partner, and receive what comes. Collective.
 
-    ``written``: the records of each rank's files. What comes is compared with them: so both copies are checked.
-    Raises DamagedError, OSError.
+    ``own``: None if there is nothing, because something went wrong. ``room(rank, nbytes)`` returns memory for the parts of
+    a rank; ``take(rank, record)`` is called when they have come and are checked. What goes wrong here is raised when no
+    rank waits for this one any more. Raises DamagedError, OSError.
     """
-    to, own = partners(places), ranks.rank
-    if to[own] == own:
-        return {}
-    sent = [_content(folder / name, record) for name, record in sorted(written[own].items())]
-    chunks = [chunk for content in sent for chunk in content.split(_CHUNK)]
-    sends = [ranks.send(chunk, to[own], number) for number, chunk in enumerate(chunks)]
-    came: dict[str, FileRecord] = {}
+    sends = []
+    if to[ranks.rank] != ranks.rank:
+        record, memory = own or (b"", torch.empty(0, dtype=torch.uint8))
+        head = torch.tensor([len(record), memory.numel()])
+        messages = [head, *([torch.frombuffer(bytearray(record), dtype=torch.uint8)] if record else [])]
+        messages += memory.split(_CHUNK) if memory.numel() else []
+        sends = [ranks.send(message, to[ranks.rank], number) for number, message in enumerate(messages)]
     problem: Exception | None = None
-    for rank, records in enumerate(written):
-        number = 0
-        for name, record in sorted(records.items()) if to[rank] == own else ():
-            incoming = _Incoming(folder / name, record)
-            for size in _sizes(record.nbytes):
-                incoming.take(ranks, rank, number, size)
-                number += 1
-            wrong = incoming.end()
-            problem, came[name] = problem or wrong, record
+    for rank, partner in enumerate(to):
+        if partner == ranks.rank != rank:
+            problem = _receive(ranks, rank, room, take) or problem
     for send in sends:
         send.wait()
     if problem is not None:
         raise problem
-    return came
 
 
-def _sizes(nbytes: int) -> list[int]:
-    return [min(_CHUNK, nbytes - begin) for begin in range(0, nbytes, _CHUNK)]
-
-
-def _content(path: Path, record: FileRecord) -> torch.Tensor:
-    """Return the bytes of a file in place. Files of a memory file system are mapped, not copied."""
-    return torch.from_file(str(path), shared=False, size=record.nbytes, dtype=torch.uint8)
-
-
-class _Incoming:
-    """A file that another rank sends. It goes on to take what comes after a problem: the sender waits for that."""
-
-    def __init__(self, path: Path, record: FileRecord) -> None:
-        self._path, self._record = path, record
-        self._blocks = 0
-        self._file = -1
-        self._problem: Exception | None = None
-        self._buffer = torch.empty(min(_CHUNK, record.nbytes), dtype=torch.uint8)
+def _receive(
+    ranks: Ranks, rank: int, room: Callable[[int, int], torch.Tensor], take: Callable[[int, bytes], object]
+) -> Exception | None:
+    """Take what ``rank`` sends. It goes on after a problem, which it returns: the sender waits for that."""
+    head = torch.empty(2, dtype=torch.int64)
+    ranks.receive(head, rank, 0)
+    size, nbytes = head.tolist()
+    if size == 0:
+        return None  # it tells all ranks itself
+    content = torch.empty(size, dtype=torch.uint8)
+    ranks.receive(content, rank, 1)
+    record, memory = bytes(content.numpy()), None
+    problem: Exception | None = None
+    try:
+        expected = decode(record)
+        memory = room(rank, nbytes)
+    except (OSError, MessageError) as error:
+        problem = error
+    sums: list[int] = []
+    for number, begin in enumerate(range(0, nbytes, _CHUNK)):
+        length = min(_CHUNK, nbytes - begin)
+        part = torch.empty(length, dtype=torch.uint8) if memory is None else memory[begin : begin + length]
+        ranks.receive(part, rank, 2 + number)
+        sums += block_sums(part)
+    if problem is None and isinstance(expected, Record) and sums != expected.sums:
+        problem = DamagedError(f"the parts of rank {rank} have come with other checksums than they were sent with.")
+    if problem is None:
         try:
-            self._file = create(path)
+            take(rank, record)
         except OSError as error:
-            self._problem = error
-
-    def take(self, ranks: Ranks, rank: int, number: int, size: int) -> None:
-        """Receive message ``number`` of ``rank``, check it and write it."""
-        part = self._buffer[:size]
-        ranks.receive(part, rank, number)
-        try:
-            if self._problem is None:
-                data = memory_of(part)
-                self._blocks = self._record.check_blocks(data, self._blocks, self._path)
-                while data.nbytes:
-                    data = data[os.write(self._file, data) :]
-        except (OSError, DamagedError) as error:
-            self._problem = error
-
-    def end(self) -> Exception | None:
-        """Close the file, and return what went wrong."""
-        if self._file >= 0:
-            os.close(self._file)
-        return self._problem
+            problem = error
+    return problem

@@ -16,6 +16,7 @@ import platform
 import sys
 import threading
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cache
@@ -60,6 +61,23 @@ class Captured:
     small: dict[str, bytes] = field(default_factory=dict)  # name -> content of small files, such as config.json
     weights_only: bool = False
 
+    def facts(self, ranks: Ranks) -> RankFacts:
+        """What only this rank knows, beside its parts."""
+        manifest = self.manifest if leads_stage(ranks.topology) else None
+        return RankFacts(self.scalars, self.groups, self.rng, self.data, self.tensors, manifest)
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """What one rank knows of a checkpoint, beside its parts. ``stage``: of the first rank of each pipeline stage."""
+
+    scalars: dict[str, dict[str, Scalar]]
+    groups: dict[str, int]
+    rng: Any
+    data: Any
+    tensors: dict[str, torch.Tensor]
+    stage: Manifest | None
+
 
 def now() -> str:
     """The time in UTC, ISO 8601, to the microsecond."""
@@ -80,7 +98,6 @@ class Saver:
         self._staging: dict[tuple[str, str], torch.Tensor] = {}
         self._thread: threading.Thread | None = None
         self._failure: CheckpointError | None = None
-        self._frozen_sums: dict[str, dict[str, Any]] | None = None  # for copies in memory
         self._watches_exit = False
 
     def save(self, captured: Captured, target: Destination, *, asynchronous: bool) -> Path:
@@ -165,9 +182,11 @@ class Saver:
     def _write(self, captured: Captured, target: Destination) -> Path:
         ranks = self.ranks
         target.tag = ranks.first(lambda: target.tag)
-        plan = _plan_together(captured.parts, captured.order, ranks)
+        plan = plan_together(captured.parts, captured.order, ranks)
         memory = {(part.set, part.name): part.tensor for part in captured.parts}
-        facts = _merge_facts(ranks, captured)
+        if any(ranks.gather(bool(captured.frozen))):
+            captured.manifest.frozen_base = frozen_sums(captured.frozen, captured.order, ranks, self._read_peer)
+        facts = merge_facts(ranks.gather(captured.facts(ranks)))
 
         def write() -> dict[str, FileRecord]:
             collector = Collector(plan, memory, ranks, self._read_peer)
@@ -176,10 +195,6 @@ class Saver:
         def finish(records: dict[str, FileRecord]) -> tuple[dict[str, bytes], Manifest | None]:
             return _finish(captured, plan, records, facts)
 
-        if any(ranks.gather(bool(captured.frozen))):
-            if self._frozen_sums is None or not target.doubled:
-                self._frozen_sums = frozen_sums(captured.frozen, captured.order, ranks, self._read_peer)
-            captured.manifest.frozen_base = self._frozen_sums
         return commit(ranks, target, write, finish)
 
 
@@ -188,7 +203,7 @@ def host_copies(parts: list[TensorPart]) -> list[TensorPart]:
     return [part if on_host(part.tensor) else replace(part, tensor=part.tensor.cpu()) for part in parts]
 
 
-def _plan_together(parts: list[TensorPart], order: list[str], ranks: Ranks) -> WritePlan:
+def plan_together(parts: list[TensorPart], order: list[str], ranks: Ranks) -> WritePlan:
     """Plan how to write the parts of all ranks. Collective.
 
     ``order``: the tensor names of this rank's module, in order. In the plan, pipeline stages follow one another.
@@ -207,7 +222,7 @@ def frozen_sums(
     """
     if read_peer is not None:
         parts = host_copies(parts)
-    plan = _plan_together(parts, order, ranks)
+    plan = plan_together(parts, order, ranks)
     collector = Collector(plan, {(part.set, part.name): part.tensor for part in parts}, ranks, read_peer)
     sums = {}
     for task in plan.tasks:
@@ -221,7 +236,7 @@ def frozen_sums(
 
 
 @dataclass
-class _Facts:
+class Facts:
     """What each rank knows on its own, merged over all ranks."""
 
     scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
@@ -231,39 +246,43 @@ class _Facts:
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     stages: list[Manifest] = field(default_factory=list)  # one manifest for each pipeline stage
 
+    def manifest(self, kinds: Iterable[str]) -> Manifest:
+        """That of the checkpoint, whose tensors are in the sets ``kinds``. It lacks all files."""
+        manifest = self.stages[0]
+        for stage in self.stages:
+            manifest.add_stage(stage)
+        manifest.rng = self.rng if self.rng[0] is not None else None
+        manifest.data = self.data if self.data[0] is not None else None
+        if manifest.optimizer is not None:
+            manifest.optimizer["scalars"] = pack_scalars(self.scalars)
+            manifest.optimizer["states"] = [k.removeprefix(OPTIMIZER) for k in kinds if k.startswith(OPTIMIZER)]
+        for name, group in self.groups.items():
+            manifest.parameters[name]["group"] = group
+        return manifest
 
-def _merge_facts(ranks: Ranks, captured: Captured) -> _Facts:
-    merged = _Facts()
-    manifest = captured.manifest if leads_stage(ranks.topology) else None
-    mine = (captured.scalars, captured.groups, captured.rng, captured.data, captured.tensors, manifest)
-    for scalars, groups, rng, data, tensors, stage in ranks.gather(mine):
-        for key, values in scalars.items():
+
+def merge_facts(ranks: Iterable[RankFacts]) -> Facts:
+    """Merge what the ranks know, by rank."""
+    merged = Facts()
+    for found in ranks:
+        for key, values in found.scalars.items():
             merged.scalars.setdefault(key, {}).update(values)
-        merged.groups.update(groups)
-        merged.tensors.update(tensors)
-        merged.rng.append(rng)
-        merged.data.append(data)
-        merged.stages += [stage] if stage is not None else []
+        merged.groups.update(found.groups)
+        merged.tensors.update(found.tensors)
+        merged.rng.append(found.rng)
+        merged.data.append(found.data)
+        merged.stages += [found.stage] if found.stage is not None else []
     return merged
 
 
 def _finish(
-    captured: Captured, plan: WritePlan, records: dict[str, FileRecord], facts: _Facts
+    captured: Captured, plan: WritePlan, records: dict[str, FileRecord], facts: Facts
 ) -> tuple[dict[str, bytes], Manifest | None]:
     """On rank 0: the small files by name, and the manifest (None for an export)."""
     small = {**captured.small, **index_files(plan)}
     if captured.weights_only:
         return small, None
-    manifest = captured.manifest
-    for stage in facts.stages:
-        manifest.add_stage(stage)
-    manifest.rng = facts.rng if captured.rng is not None else None
-    manifest.data = facts.data if captured.data is not None else None
-    if manifest.optimizer is not None:
-        manifest.optimizer["scalars"] = pack_scalars(facts.scalars)
-        manifest.optimizer["states"] = [k.removeprefix(OPTIMIZER) for k in plan.sets if k.startswith(OPTIMIZER)]
-    for name, group in facts.groups.items():
-        manifest.parameters[name]["group"] = group
+    manifest = facts.manifest(plan.sets)
     manifest.sets = {kind: list(files) for kind, files in plan.sets.items()}
     manifest.files = dict(records)
     if facts.tensors:

@@ -106,19 +106,10 @@ class FileRecord:
         """Raise CheckpointError, naming ``path``, if ``data`` is not what the file held when it was written."""
         if len(data) != self.nbytes:
             raise DamagedError(f"{path} has {len(data)} bytes instead of {self.nbytes}: it is not complete.")
-        self.check_blocks(memoryview(data), 0, path)
-
-    def check_blocks(self, data: memoryview, first: int, path: Path) -> int:
-        """Raise DamagedError, naming ``path``, if ``data`` is not what was written from block ``first`` on.
-
-        Return the number of the block after it. ``data`` ends with a block.
-        """
-        for begin in range(0, data.nbytes, BLOCK_BYTES):
-            part = data[begin : begin + BLOCK_BYTES]
-            if zlib.crc32(part) != self.crcs[first]:
-                raise damaged(path, first * BLOCK_BYTES, part.nbytes)
-            first += 1
-        return first
+        for block, crc in enumerate(self.crcs):
+            part = data[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
+            if zlib.crc32(part) != crc:
+                raise damaged(path, block * BLOCK_BYTES, len(part))
 
     def to_json(self) -> dict[str, object]:
         return {"bytes": self.nbytes, "crc32": "".join(f"{crc:08x}" for crc in self.crcs)}

@@ -23,7 +23,6 @@ from . import directory as folder
 from .files import mark
 from .gather import Collector
 from .manifest import MANIFEST, Manifest, index_name
-from .partners import exchange
 from .ranks import Ranks, attempt
 from .stream import FileWriter, WriteQueue, write_small
 from .tensorfile import Described, FileRecord, dtype_of, header_bytes, memory_of
@@ -38,7 +37,6 @@ class Destination:
     tag: str
     latest: bool = True
     keep: int | None = None
-    doubled: bool = False  # every file is also on another host
     prune: bool = True  # False for an export: the directory is not one of checkpoints
     check: Callable[[str], None] = field(default=lambda point: None)  # called with the name of a point for tests to act at
 
@@ -189,11 +187,6 @@ def commit(
         ranks.agree(problem)
         small, manifest = ranks.first(lambda: finish({name: found[name] for found in written for name in found}))
         here = {name: found[name] for r, found in enumerate(written) if leaders[r] == ranks.rank for name in found}
-        if target.doubled:
-            copies, problem = attempt(lambda: exchange(ranks, leaders, written, target.temporary))
-            came = ranks.gather(copies or {})
-            ranks.agree(problem)
-            here |= {name: found[name] for r, found in enumerate(came) if leaders[r] == ranks.rank for name in found}
         on_leader(lambda: _complete(target, here, small, manifest))
         on_leader(lambda: _appear(target))
     except BaseException:

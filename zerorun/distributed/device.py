@@ -177,11 +177,25 @@ def _pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
         mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapped.madvise(mmap.MADV_DONTFORK)  # after a fork, the first to write would get other pages than the device has
         flat = torch.frombuffer(mapped, dtype=dtype)
-        cuda, address = torch.cuda.cudart(), flat.data_ptr()
-        if int(cuda.cudaHostRegister(address, numel * dtype.itemsize, 0)) == 0:
-            weakref.finalize(mapped, cuda.cudaHostUnregister, address).atexit = False
+        if _register(flat, mapped):
             return flat
     return torch.empty(numel, dtype=dtype, pin_memory=True)
+
+
+def pin(flat: torch.Tensor) -> None:
+    """Let a GPU read and write the memory of ``flat``, a mapping, while the program goes on, if that can be had."""
+    if torch.cuda.is_available():
+        _register(flat, flat.untyped_storage())
+    simulated.observer().pin(flat)
+
+
+def _register(flat: torch.Tensor, owner: object) -> bool:
+    """Let CUDA pin the memory of ``flat`` for as long as ``owner`` lives. False if it does not."""
+    cuda, address = torch.cuda.cudart(), flat.data_ptr()
+    done = int(cuda.cudaHostRegister(address, flat.nbytes, 0)) == 0
+    if done:
+        weakref.finalize(owner, cuda.cudaHostUnregister, address).atexit = False
+    return done
 
 
 def free_bytes(device: torch.device) -> int | None:

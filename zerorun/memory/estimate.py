@@ -65,7 +65,7 @@ class Estimate:
     pipe: int = 1  # stages
     tensor: int = 1  # ranks that divide a layer
     pipe_rank: int = 0
-    copied_bytes: int = 0  # of ``checkpoint.in_memory``, in the host's shared memory and on their way there
+    copied_bytes: int = 0  # of ``checkpoint.in_memory``, in the host's shared memory
 
     @property
     def host_bytes(self) -> int:
@@ -224,12 +224,12 @@ def _estimate(
 def memory_of_copies(plan: ShardingPlan, config: Config, *, several_hosts: bool) -> int:
     """Return the bytes of host memory that ``checkpoint.in_memory`` takes of a rank.
 
-    They are its share on its way, and twice, while one copy is made, in shared memory. If there are ``several_hosts``, that
-    of a rank of another host is there, too.
+    Its share is there twice, because one copy is made while another one is whole. If there are ``several_hosts``, that of a
+    rank of another host is there, too.
     """
     if not config.checkpoint.in_memory.every_steps:
         return 0
-    return copied_bytes(plan) * (1 + _COPIES * (2 if several_hosts else 1))
+    return copied_bytes(plan) * _COPIES * (2 if several_hosts else 1)
 
 
 def default_transport(device_type: str, world_size: int, ranks_per_node: int) -> str:

@@ -28,7 +28,7 @@ from ..launcher.keeper import VARIABLE
 from ..log import in_bytes
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
-from ..plan.ledger import copied_bytes, heaviest_rank, planned_bytes, total_of, with_states
+from ..plan.ledger import heaviest_rank, planned_bytes, total_of, with_states
 from ..plan.make import make_plan, planned_topology
 from ..plan.optimizer_states import OptimizerStates, state_count
 from ..plan.receive_buffers import receive_buffer_bytes
@@ -159,9 +159,7 @@ class Fitting:
         folder, every = os.environ.get(VARIABLE), self._config.checkpoint.in_memory.every_steps
         if not every or folder is None:
             return
-        needed = ranks * (
-            memory_of_copies(self._plan, self._config, several_hosts=several_hosts) - copied_bytes(self._plan)
-        )
+        needed = ranks * memory_of_copies(self._plan, self._config, several_hosts=several_hosts)
         free = shutil.disk_usage(folder).free
         if needed > free:
             raise DoesNotFitError(

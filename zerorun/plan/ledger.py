@@ -53,10 +53,11 @@ def planned_bytes(plan: ShardingPlan) -> dict[str, int]:
 
 
 def copied_bytes(plan: ShardingPlan) -> int:
-    """Return the bytes of this rank's share of a checkpoint of what is trained: weights, masters and states."""
+    """Return the bytes of this rank's share of what is trained: states, and masters or weights."""
     total, states = 0.0, plan.states or (0,) * len(plan.trainable)
     for group, size in zip(plan.trainable, states, strict=True):
-        each = group.dtype.itemsize + (0 if group.master_is_weight else MASTER_BYTES)
+        rounded = not group.master_is_weight and group.dtype.itemsize < MASTER_BYTES  # weights are made from masters
+        each = (0 if rounded else group.dtype.itemsize) + (0 if group.master_is_weight else MASTER_BYTES)
         share = group.shard_numel / group.copies
         total += share * each + size * share / max(group.owned_numel, 1)
     return round(total)
