@@ -39,7 +39,7 @@ from .bootstrap import Guard, adopt_orphans, die_with, new_mark
 from .facts import CGROUPS, OWN_CGROUP, cgroups
 from .job_plan import WorkerCommand, full_environment
 from .keeper import Keeper
-from .warm import SAFE_PATH, WarmWorker, command_of
+from .warm import SAFE_PATH, ForkedWorker, WarmWorker, command_of
 
 GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there
 DRAIN_SECONDS = 1.0  # for the pipes of workers that have ended
@@ -90,7 +90,7 @@ class Listener(Protocol):
 class Worker:
     """One worker process."""
 
-    def __init__(self, command: WorkerCommand, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, command: WorkerCommand, process: subprocess.Popen[bytes] | ForkedWorker) -> None:
         self.command, self.process = command, process
         self.returncode: int | None = None
         self.asked = False
@@ -484,16 +484,18 @@ class WarmWorkers:
 
     def become(
         self, command: WorkerCommand, environment: Mapping[str, str], files: Sequence[int], stdin: bool
-    ) -> subprocess.Popen[bytes] | None:
+    ) -> subprocess.Popen[bytes] | ForkedWorker | None:
         """Let one become ``command``, and return its process; None if none suits. The arguments: as of WarmWorker."""
         kept = self._workers.get(command.local_rank)
         if kept is None or not kept.suits(command):
             return None
         try:
-            kept.become(command, environment, files, stdin)
+            forked = kept.become(command, environment, files, stdin)
         except OSError:  # it has ended meanwhile
             self._end(command.local_rank)
             return None
+        if forked is not None:
+            return forked
         del self._workers[command.local_rank]
         _other_children.discard(kept.process.pid)
         return kept.process

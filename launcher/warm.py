@@ -1,29 +1,36 @@
-"""Workers in reserve: processes that have imported PyTorch and zerorun, and become a worker when they are told its command.
+"""Workers in reserve: processes that have imported PyTorch and zerorun, from which a worker is forked when it is needed.
 
     python -u -m zerorun.launcher.warm SOCKET      started by the supervisor of a host; SOCKET: an open file, a Unix socket
 
 To import takes longer than all else in a restart, and none of it depends on the rank. What does depend on the environment,
-such as the number of threads, is there from the beginning; a worker with other such variables is started afresh.
+such as the number of threads, is there from the beginning; a worker with other such variables is started afresh. One that
+has not imported yet becomes the worker itself, as soon as it has. The worker is no child of the process that forks it, but
+of the supervisor, which adopts orphans.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import runpy
 import socket
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import IO, Any
 
+from .bootstrap import die_with
 from .job_plan import WorkerCommand
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # while it imports: nothing from the current folder
-_MOST_FILES = 3
+_MOST_FILES = 5
+_READY = b"r"
+_ANSWER_S = 10.0
 _IMPORTS = ("torch", "zerorun.engine.initialize")  # by this process alone: the launcher has no use for them
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
 # They say which rank the worker is, and matter only when it runs.
@@ -42,6 +49,7 @@ class WarmWorker:
     ) -> None:
         """``given``: its environment."""
         self.command, self.process, self._line, self._given = command, process, line, given
+        self._ready = False
 
     def suits(self, command: WorkerCommand) -> bool:
         """True if it can become ``command``."""
@@ -49,15 +57,38 @@ class WarmWorker:
         same = own.argv == command.argv and own.cores == command.cores and own.local_rank == command.local_rank
         return same and _fixed(own.env) == _fixed(command.env) and self.process.poll() is None
 
-    def become(self, command: WorkerCommand, environment: Mapping[str, str], files: Sequence[int], stdin: bool) -> None:
-        """Let it run ``command``. ``files``: those of its board; ``stdin``: it inherits ours. Raises OSError."""
+    def become(
+        self, command: WorkerCommand, environment: Mapping[str, str], files: Sequence[int], stdin: bool
+    ) -> ForkedWorker | None:
+        """Let it fork a worker for ``command``, and return that; None if it becomes the worker itself.
+
+        ``files``: those of its board; ``stdin``: it inherits ours. Raises OSError.
+        """
+        self._line.settimeout(0.0)
+        with contextlib.suppress(BlockingIOError):
+            self._ready = self._ready or self._line.recv(1) == _READY
+        self._line.settimeout(_ANSWER_S)
         gone = [name for name in self._given if name not in environment]
-        order = {"argv": command.argv[2:], "env": dict(environment), "gone": gone, "stdin": stdin}
+        parent = os.getpid() if self._ready else 0
+        order = {"argv": command.argv[2:], "env": dict(environment), "gone": gone, "stdin": stdin, "parent": parent}
         text = json.dumps(order).encode()
-        self._line.settimeout(5.0)
-        socket.send_fds(self._line, [len(text).to_bytes(4, "little")], [*files, *([0] if stdin else [])])
-        self._line.sendall(text)
-        self._line.close()
+        pipes = [os.pipe(), os.pipe()] if self._ready else []
+        try:
+            given = [*(writer for _, writer in pipes), *files, *([0] if stdin else [])]
+            socket.send_fds(self._line, [len(text).to_bytes(4, "little")], given)
+            self._line.sendall(text)
+            if not self._ready:
+                self._line.close()
+                return None
+            answer = self._line.recv(4, socket.MSG_WAITALL)
+            if len(answer) < 4:
+                raise ChildProcessError("a process in reserve has ended")
+            return ForkedWorker(
+                int.from_bytes(answer, "little"), *(os.fdopen(os.dup(reader), "rb", 0) for reader, _ in pipes)
+            )
+        finally:
+            for number in (number for pipe in pipes for number in pipe):
+                os.close(number)
 
     def end(self) -> None:
         """End it: it is not needed."""
@@ -67,6 +98,20 @@ class WarmWorker:
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
+
+
+class ForkedWorker:
+    """A worker that a process in reserve has forked: what the supervisor needs of ``subprocess.Popen``."""
+
+    def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
+        self.pid, self.stdout, self.stderr = pid, stdout, stderr
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """Wait for its end, and return its status as Popen does."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
 
 
 def _fixed(env: Mapping[str, str]) -> dict[str, str]:
@@ -82,17 +127,46 @@ def command_of(command: WorkerCommand, line: int) -> tuple[str, ...]:
 
 
 def main(line: socket.socket) -> None:
-    """Import, wait for an order, and obey it. Without one there is nothing to do."""
+    """Import, then fork a worker for each order, or become the one that is ordered before that. It ends with the line."""
     for module in _IMPORTS:
         with contextlib.suppress(ImportError):  # the script will say so, if it needs it
             import_module(module)
-    head, files, _, _ = socket.recv_fds(line, 4, _MOST_FILES)
-    if len(head) < 4:
-        return
-    with line.makefile("rb") as stream:
-        order = json.loads(stream.read(int.from_bytes(head, "little")))
-    line.close()
-    _become(order, files)
+    gc.freeze()  # a collection would copy every page
+    with contextlib.suppress(OSError):  # it has an order already, and nobody listens
+        line.sendall(_READY)
+    while True:
+        head, files, _, _ = socket.recv_fds(line, 4, _MOST_FILES)
+        if len(head) < 4:
+            return
+        order = json.loads(line.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
+        if not order["parent"] or _fork(line, order["parent"], files):
+            line.close()
+            _become(order, files)
+            return
+
+
+def _fork(line: socket.socket, parent: int, files: list[int]) -> bool:
+    """Fork a worker that is a child of ``parent``, and tell its number. True in the worker, which writes to ``files``."""
+    between = os.fork()
+    if between:
+        os.waitpid(between, 0)
+        for file in files:
+            os.close(file)
+        return False
+    between, worker = os.getpid(), os.fork()
+    if worker:
+        line.sendall(worker.to_bytes(4, "little"))
+        os._exit(0)
+    os.setsid()
+    while os.getppid() == between:
+        time.sleep(0.001)
+    die_with(parent)
+    for number in (1, 2):
+        os.dup2(files[0], number)
+        os.close(files.pop(0))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # as in a process of its own; Python's does so by itself
+    return True
 
 
 def _become(order: dict[str, Any], files: list[int]) -> None:

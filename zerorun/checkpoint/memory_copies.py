@@ -18,7 +18,6 @@ import os
 import re
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from ..launcher.keeper import VARIABLE
 from ..log import is_rank_zero, logger, warn_once
 from ..watch.board import NOBODY, stay_off_the_board
 from .checkpointer import Checkpointer
-from .inventory import Subject
+from .inventory import Subject, TensorPart
 from .kept_parts import (
     Layout,
     PartsReader,
@@ -64,6 +63,7 @@ class MemoryCopies:
         self._slot, self._whole = 0, -1  # what is written now; what has the newest whole copy
         self._described: Any = None  # what the layout was made for
         self._layout = Layout((), (), 0)
+        self._encoded = b""
         self._to: list[int] = []  # the partner of each rank
         self._leads = False  # of the ranks of this host
         self._memory: dict[tuple[int, int], torch.Tensor] = {}  # by slot and rank
@@ -114,11 +114,12 @@ class MemoryCopies:
     def _plan(self, captured: Captured) -> None:
         """Decide what each rank keeps, and where, if what the ranks have is not what they had before."""
         ranks, peers = self.checkpointer.saver.ranks, self.checkpointer.subject.comm.dense.peer_reader()
-        described = [replace(part.row(), address=0) for part in captured.parts], captured.order
+        described = [_shape_of(part) for part in captured.parts], captured.order
         if not any(ranks.gather(described != self._described)):
             return
         self._described = described
         self._layout = Layout.of(plan_together(captured.parts, captured.order, ranks), ranks.rank)
+        self._encoded = encode(self._layout)
         places = ranks.volumes(self._place)
         self._to, self._leads = partners(places), places[ranks.rank] == ranks.rank
         self._epoch = ranks.first(lambda: re.sub(r"\D", "", now()))
@@ -162,15 +163,15 @@ class MemoryCopies:
         own: tuple[bytes, torch.Tensor] | None = None
         if problem is None:
             own, problem = attempt(lambda: self._checked(captured))
-        _, other = attempt(lambda: self._exchange(own))
+        other, late = attempt(lambda: self._exchange(own))
+        problem = problem or other or late
         if own is not None:
             _, late = attempt(lambda: self._take(ranks.rank, own[0]))
-            problem = problem or late
-        self._problem = problem or other
+        self._problem = problem or late
 
-    def _exchange(self, own: tuple[bytes, torch.Tensor] | None) -> None:
+    def _exchange(self, own: tuple[bytes, torch.Tensor] | None) -> Problem | None:
         try:
-            exchange(self.checkpointer.saver.ranks, self._to, own, self._room, self._take)
+            return exchange(self.checkpointer.saver.ranks, self._to, own, self._room, self._take)
         except CheckpointError:
             raise
         except RuntimeError as error:
@@ -183,7 +184,7 @@ class MemoryCopies:
         captured.manifest.frozen_base = self._frozen
         step, facts = captured.manifest.global_steps, captured.facts(ranks)
         who = step, self._epoch, self._slot, ranks.rank, ranks.size
-        return encode(Record(*who, block_sums(memory), self._layout, facts)), memory
+        return encode(Record(*who, memory.numel(), block_sums(memory), self._encoded, facts)), memory
 
     def _take(self, rank: int, record: bytes) -> None:
         self.checkpointer.check_point("record")
@@ -239,15 +240,19 @@ class MemoryCopies:
         if lost:
             raise DamagedError(f"no host has undamaged parts of ranks {lost}.")
         facts = merge_facts(records[kept].facts for kept in sorted(records))
-        kinds = dict.fromkeys(stored.set for record in records.values() for stored in record.layout.tensors)
         missing = {records[kept].file: rank for kept, rank in providers.items() if kept not in around}
         by_file = {record.file: record for record in records.values()}
-        return PartsReader(self._place, facts.manifest(kinds), missing, by_file, facts.tensors)
+        return PartsReader(self._place, facts, missing, by_file)
 
     def close(self) -> None:
         """Wait for the last copy, and release the process group."""
         self.settle()
         self.checkpointer.close()
+
+
+def _shape_of(part: TensorPart) -> tuple[Any, ...]:
+    """All of a part but its values."""
+    return part.set, part.name, part.start, part.tensor.numel(), part.tensor.dtype, part.shape, part.shard, part.rounded
 
 
 def _complete(ranks: Ranks, here: dict[_Version, _Found]) -> Sequence[_Version]:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ..distributed.wire import decode
-from ..errors import DamagedError, MessageError
-from .kept_parts import BLOCK_BYTES, Record, block_sums
-from .ranks import Ranks
+from ..errors import DamagedError
+from .kept_parts import BLOCK_BYTES, block_sums
+from .ranks import Problem, Ranks, attempt
 
-_CHUNK = 16 * BLOCK_BYTES  # bytes of a message: what has come is still in the processor's cache when it is checked
+_CHUNK = 128 * BLOCK_BYTES  # bytes of a message
 
 
 def partners(places: Sequence[int]) -> list[int]:
@@ -35,12 +35,12 @@ def exchange(
     own: tuple[bytes, torch.Tensor] | None,
     room: Callable[[int, int], torch.Tensor],
     take: Callable[[int, bytes], object],
-) -> None:
+) -> Problem | None:
     """Send ``own``, a record and the parts that it is of, to this rank's partner, and receive what comes. Collective.
 
     ``own``: None if there is nothing, because something went wrong. ``room(rank, nbytes)`` returns memory for the parts of
-    a rank; ``take(rank, record)`` is called when they have come and are checked. What goes wrong here is raised when no
-    rank waits for this one any more. Raises DamagedError, OSError.
+    a rank; ``take(rank, record)`` is called when they have come and are checked. Return what went wrong here: no rank waits
+    for this one then, whatever it was.
     """
     sends = []
     if to[ranks.rank] != ranks.rank:
@@ -49,19 +49,18 @@ def exchange(
         messages = [head, *([torch.frombuffer(bytearray(record), dtype=torch.uint8)] if record else [])]
         messages += memory.split(_CHUNK) if memory.numel() else []
         sends = [ranks.send(message, to[ranks.rank], number) for number, message in enumerate(messages)]
-    problem: Exception | None = None
+    problem: Problem | None = None
     for rank, partner in enumerate(to):
         if partner == ranks.rank != rank:
             problem = _receive(ranks, rank, room, take) or problem
     for send in sends:
         send.wait()
-    if problem is not None:
-        raise problem
+    return problem
 
 
 def _receive(
     ranks: Ranks, rank: int, room: Callable[[int, int], torch.Tensor], take: Callable[[int, bytes], object]
-) -> Exception | None:
+) -> Problem | None:
     """Take what ``rank`` sends. It goes on after a problem, which it returns: the sender waits for that."""
     head = torch.empty(2, dtype=torch.int64)
     ranks.receive(head, rank, 0)
@@ -70,24 +69,18 @@ def _receive(
         return None  # it tells all ranks itself
     content = torch.empty(size, dtype=torch.uint8)
     ranks.receive(content, rank, 1)
-    record, memory = bytes(content.numpy()), None
-    problem: Exception | None = None
-    try:
-        expected = decode(record)
-        memory = room(rank, nbytes)
-    except (OSError, MessageError) as error:
-        problem = error
-    sums: list[int] = []
+    memory, problem = attempt(lambda: room(rank, nbytes))
+    sums = [torch.empty(0, dtype=torch.int64)]
     for number, begin in enumerate(range(0, nbytes, _CHUNK)):
         length = min(_CHUNK, nbytes - begin)
         part = torch.empty(length, dtype=torch.uint8) if memory is None else memory[begin : begin + length]
         ranks.receive(part, rank, 2 + number)
-        sums += block_sums(part)
-    if problem is None and isinstance(expected, Record) and sums != expected.sums:
-        problem = DamagedError(f"the parts of rank {rank} have come with other checksums than they were sent with.")
-    if problem is None:
-        try:
-            take(rank, record)
-        except OSError as error:
-            problem = error
-    return problem
+        sums.append(block_sums(part))
+
+    def check_and_take() -> None:
+        record = bytes(content.numpy())
+        if not torch.equal(torch.cat(sums), decode(record).sums):
+            raise DamagedError(f"the parts of rank {rank} have come with other checksums than they were sent with.")
+        take(rank, record)
+
+    return problem or attempt(check_and_take)[1]

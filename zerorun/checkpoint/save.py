@@ -248,7 +248,8 @@ class Facts:
 
     def manifest(self, kinds: Iterable[str]) -> Manifest:
         """That of the checkpoint, whose tensors are in the sets ``kinds``. It lacks all files."""
-        manifest = self.stages[0]
+        manifest, kinds = self.stages[0], list(kinds)
+        manifest.sets = {kind: [] for kind in kinds}
         for stage in self.stages:
             manifest.add_stage(stage)
         manifest.rng = self.rng if self.rng[0] is not None else None
