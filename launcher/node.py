@@ -433,9 +433,10 @@ class LocalNode:
 
     def _orphans(self) -> list[int]:
         """Return the living processes that this one has adopted, and reap the dead ones."""
-        guard = [] if self._guard is None else [self._guard.pid]
-        known = {*guard, self.keeper.pid, *(worker.pid for worker in self._workers), *_other_children}
-        return [pid for pid in _children() if pid not in known and os.waitpid(pid, os.WNOHANG) == (0, 0)]
+        guard, children = [] if self._guard is None else [self._guard.pid], _children()
+        reserve = self.warm_workers.pids()  # after the look at children: whoever is adopted has told of it before
+        known = {*guard, self.keeper.pid, *(worker.pid for worker in self._workers), *_other_children, *reserve}
+        return [pid for pid in children if pid not in known and os.waitpid(pid, os.WNOHANG) == (0, 0)]
 
 
 def _popen(command: WorkerCommand, **options: Any) -> subprocess.Popen[bytes]:
@@ -479,7 +480,6 @@ class WarmWorkers:
             environment = {**full_environment(command, self._base), **self._mark, **SAFE_PATH}
             files, start = (theirs.fileno(),), replace(command, argv=command_of(command, theirs.fileno()))
             process = _popen(start, env=environment, pass_fds=files, stdin=subprocess.DEVNULL, preexec_fn=before_exec)
-        own_child(process.pid)
         return WarmWorker(command, process, ours, environment)
 
     def become(
@@ -490,20 +490,20 @@ class WarmWorkers:
         if kept is None or not kept.suits(command):
             return None
         try:
-            forked = kept.become(command, environment, files, stdin)
+            return kept.become(command, environment, files, stdin)
         except OSError:  # it has ended meanwhile
             self._end(command.local_rank)
             return None
-        if forked is not None:
-            return forked
-        del self._workers[command.local_rank]
-        _other_children.discard(kept.process.pid)
-        return kept.process
+
+    def pids(self) -> set[int]:
+        """Their processes, all that have been adopted among them."""
+        for kept in self._workers.values():
+            kept.look()
+        return {pid for kept in self._workers.values() for pid in kept.pids}
 
     def _end(self, local_rank: int) -> None:
         kept = self._workers.pop(local_rank, None)
         if kept is not None:
-            _other_children.discard(kept.process.pid)
             kept.end()
 
     def end(self) -> None:

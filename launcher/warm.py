@@ -3,9 +3,8 @@
     python -u -m zerorun.launcher.warm SOCKET      started by the supervisor of a host; SOCKET: an open file, a Unix socket
 
 To import takes longer than all else in a restart, and none of it depends on the rank. What does depend on the environment,
-such as the number of threads, is there from the beginning; a worker with other such variables is started afresh. One that
-has not imported yet becomes the worker itself, as soon as it has. The worker is no child of the process that forks it, but
-of the supervisor, which adopts orphans.
+such as the number of threads, is there from the beginning; a worker with other such variables is started afresh. What is
+forked is no child of the process that forks it, but of the supervisor, which adopts orphans.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import gc
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -29,7 +29,7 @@ from .job_plan import WorkerCommand
 
 SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # while it imports: nothing from the current folder
 _MOST_FILES = 5
-_READY = b"r"
+_NUMBER = 4  # bytes of what is said on the line: the number of a process, the length of an order
 _ANSWER_S = 10.0
 _IMPORTS = ("torch", "zerorun.engine.initialize")  # by this process alone: the launcher has no use for them
 _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
@@ -42,60 +42,78 @@ _OF_A_RANK = frozenset(
 
 
 class WarmWorker:
-    """The supervisor's end of one. ``process`` and ``command``: those of the worker that it is to become."""
+    """The supervisor's end of one. ``command``: that of the worker that it is for.
+
+    Whoever is in reserve says its number when it has imported. If it was ordered before that, it becomes the worker itself,
+    and leaves an heir, which is in reserve then.
+    """
 
     def __init__(
         self, command: WorkerCommand, process: subprocess.Popen[bytes], line: socket.socket, given: Mapping[str, str]
     ) -> None:
         """``given``: its environment."""
-        self.command, self.process, self._line, self._given = command, process, line, given
-        self._ready = False
+        self.command, self._process, self._line, self._given = command, process, line, given
+        self._pid = 0  # of what is ready
+        self._gone = False
+        self._worker = 0  # what it has become
+
+    @property
+    def pids(self) -> set[int]:
+        """The processes in reserve. Those who are adopted have told of it before."""
+        own = set() if self._worker == self._process.pid else {self._process.pid}
+        return own | ({self._pid} if self._pid not in (0, self._worker) else set())
+
+    def look(self) -> None:
+        """Read what it has said."""
+        self._line.settimeout(0.0)
+        with contextlib.suppress(OSError):
+            while said := self._line.recv(_NUMBER):
+                self._pid = int.from_bytes(said, "little")
+            self._gone = True
 
     def suits(self, command: WorkerCommand) -> bool:
-        """True if it can become ``command``."""
+        """True if there can be a worker of it for ``command``."""
+        self.look()
         own = self.command
         same = own.argv == command.argv and own.cores == command.cores and own.local_rank == command.local_rank
-        return same and _fixed(own.env) == _fixed(command.env) and self.process.poll() is None
+        return same and _fixed(own.env) == _fixed(command.env) and not self._gone
 
     def become(
         self, command: WorkerCommand, environment: Mapping[str, str], files: Sequence[int], stdin: bool
-    ) -> ForkedWorker | None:
-        """Let it fork a worker for ``command``, and return that; None if it becomes the worker itself.
-
-        ``files``: those of its board; ``stdin``: it inherits ours. Raises OSError.
-        """
-        self._line.settimeout(0.0)
-        with contextlib.suppress(BlockingIOError):
-            self._ready = self._ready or self._line.recv(1) == _READY
-        self._line.settimeout(_ANSWER_S)
+    ) -> subprocess.Popen[bytes] | ForkedWorker:
+        """Return the worker for ``command``. ``files``: those of its board; ``stdin``: it inherits ours. Raises OSError."""
+        self.look()
+        ready = self._pid not in (0, self._worker)
         gone = [name for name in self._given if name not in environment]
-        parent = os.getpid() if self._ready else 0
-        order = {"argv": command.argv[2:], "env": dict(environment), "gone": gone, "stdin": stdin, "parent": parent}
-        text = json.dumps(order).encode()
-        pipes = [os.pipe(), os.pipe()] if self._ready else []
+        order = {"argv": command.argv[2:], "env": dict(environment), "gone": gone, "stdin": stdin, "parent": os.getpid()}
+        text = json.dumps({**order, "ready": ready}).encode()
+        pipes = [os.pipe(), os.pipe()] if ready else []
         try:
+            self._line.settimeout(_ANSWER_S)
             given = [*(writer for _, writer in pipes), *files, *([0] if stdin else [])]
-            socket.send_fds(self._line, [len(text).to_bytes(4, "little")], given)
+            socket.send_fds(self._line, [len(text).to_bytes(_NUMBER, "little")], given)
             self._line.sendall(text)
-            if not self._ready:
-                self._line.close()
-                return None
-            answer = self._line.recv(4, socket.MSG_WAITALL)
-            if len(answer) < 4:
+            if not ready:
+                self._worker = self._process.pid
+                return self._process
+            answer = self._line.recv(_NUMBER, socket.MSG_WAITALL)
+            if len(answer) < _NUMBER:
                 raise ChildProcessError("a process in reserve has ended")
-            return ForkedWorker(
-                int.from_bytes(answer, "little"), *(os.fdopen(os.dup(reader), "rb", 0) for reader, _ in pipes)
-            )
+            streams = [os.fdopen(os.dup(reader), "rb", 0) for reader, _ in pipes]
+            return ForkedWorker(int.from_bytes(answer, "little"), *streams)
         finally:
             for number in (number for pipe in pipes for number in pipe):
                 os.close(number)
 
     def end(self) -> None:
         """End it: it is not needed."""
+        self.look()
         self._line.close()
-        self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdout, self.process.stderr):
+        for pid in self.pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        for pipe in (self._process.stdout, self._process.stderr) if self._process.pid in self.pids else ():
             if pipe is not None:
                 pipe.close()
 
@@ -127,45 +145,56 @@ def command_of(command: WorkerCommand, line: int) -> tuple[str, ...]:
 
 
 def main(line: socket.socket) -> None:
-    """Import, then fork a worker for each order, or become the one that is ordered before that. It ends with the line."""
+    """Import, then fork a worker for each order, or become the one that was ordered before. It ends with the line."""
     for module in _IMPORTS:
         with contextlib.suppress(ImportError):  # the script will say so, if it needs it
             import_module(module)
     gc.freeze()  # a collection would copy every page
-    with contextlib.suppress(OSError):  # it has an order already, and nobody listens
-        line.sendall(_READY)
+    _say(line, os.getpid())
     while True:
-        head, files, _, _ = socket.recv_fds(line, 4, _MOST_FILES)
-        if len(head) < 4:
+        head, files, _, _ = socket.recv_fds(line, _NUMBER, _MOST_FILES)
+        if len(head) < _NUMBER:
             return
         order = json.loads(line.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
-        if not order["parent"] or _fork(line, order["parent"], files):
-            line.close()
-            _become(order, files)
-            return
-
-
-def _fork(line: socket.socket, parent: int, files: list[int]) -> bool:
-    """Fork a worker that is a child of ``parent``, and tell its number. True in the worker, which writes to ``files``."""
-    between = os.fork()
-    if between:
-        os.waitpid(between, 0)
-        for file in files:
+        forked = _fork(line, order["parent"])
+        if forked == order["ready"]:  # the worker, or the one that leaves an heir
+            break
+        if forked:
+            null = os.open(os.devnull, os.O_WRONLY)
+            files = [null, null, *files]
+            for number in (1, 2):
+                os.dup2(null, number)
+        for file in set(files):
             os.close(file)
+    line.close()
+    if order["ready"]:
+        for number in (1, 2):
+            os.dup2(files[0], number)
+            os.close(files.pop(0))
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # as in a process of its own; Python's does so by itself
+    _become(order, files)
+
+
+def _say(line: socket.socket, pid: int) -> None:
+    with contextlib.suppress(OSError):  # nobody listens any more
+        line.sendall(pid.to_bytes(_NUMBER, "little"))
+
+
+def _fork(line: socket.socket, parent: int) -> bool:
+    """Fork a process that is a child of ``parent``, and tell its number. True in that process."""
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
         return False
-    between, worker = os.getpid(), os.fork()
-    if worker:
-        line.sendall(worker.to_bytes(4, "little"))
+    between, child = os.getpid(), os.fork()
+    if child:
+        _say(line, child)
         os._exit(0)
     os.setsid()
     while os.getppid() == between:
         time.sleep(0.001)
     die_with(parent)
-    for number in (1, 2):
-        os.dup2(files[0], number)
-        os.close(files.pop(0))
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # as in a process of its own; Python's does so by itself
     return True
 
 

@@ -212,3 +212,19 @@ def test_a_worker_in_reserve_becomes_as_one_that_is_started(tmp_path: Path) -> N
     assert "warm.py" not in done.stderr and "runpy" not in done.stderr
     assert done.stderr.count("KeyError: ('of attempt', 1)") == 2  # by the worker, and in the report
     assert "61.5" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
+
+
+def test_who_is_needed_before_it_has_imported_leaves_an_heir(tmp_path: Path) -> None:
+    """Processes of one origin have the same secret of hashes: attempts 1 to 3 are of the one that attempt 1 has waited for."""
+    script = WARM + (
+        "print('HASH', attempt, hash('zerorun'), flush=True)\n"
+        "train(attempt, attempt + 1)\ntime.sleep(1.5)\n"
+        "if attempt < 3: raise KeyError('of attempt', attempt)\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--spares=0", "--max-restarts=3", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60 * patience(), check=False)
+    assert done.returncode == 0, done.stderr
+    told = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("HASH")]
+    assert [attempt for attempt, _ in told] == ["0", "1", "2", "3"]
+    assert len({found for _, found in told[1:]}) == 1 and told[0][1] != told[1][1], told
