@@ -158,7 +158,7 @@ class KilledJob:
         elif kind == "silence":
             host.power_off()
         else:
-            found = self._processes(kind, host)
+            found = self.processes(kind, host)
             for process in found[:1]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -168,7 +168,7 @@ class KilledJob:
         host.wait_until_up()
         return True
 
-    def _processes(self, kind: str, host: Host) -> list[int]:
+    def processes(self, kind: str, host: Host) -> list[int]:
         """The processes of ``kind`` on ``host``, by their numbers outside."""
         space, found = os.readlink(f"/proc/{host.pid}/ns/pid"), []
         workers = {path.read_text() for path in self.folder.glob("pid.*")}

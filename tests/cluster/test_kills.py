@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def test_a_worker_that_is_killed_costs_one_step(cluster: Cluster, tmp_path: Path
     """By day. What several hosts add to it is tried at night; tests/ranks has partners on other hosts."""
     job = KilledJob(cluster, tmp_path, hosts=1, slow=0.02)
     job.wait_for_step(4)
+    (keeper,) = job.processes("keeper", cluster[0])
+    assert os.readlink(f"/proc/{keeper}/cwd").startswith("/dev/shm/zerorun-keeper-")  # so the folder is seen to be in use
     assert job.strike("keeper", cluster[0]) and job.strike("worker", cluster[0])
     job.wait_for_step(6)
     assert len(job.notes.begins) == 2
