@@ -215,7 +215,7 @@ def test_a_worker_in_reserve_becomes_as_one_that_is_started(tmp_path: Path) -> N
 
 
 def test_who_is_needed_before_it_has_imported_leaves_an_heir(tmp_path: Path) -> None:
-    """Processes of one origin have the same secret of hashes: attempts 1 to 3 are of the one that attempt 1 has waited for."""
+    """Processes of one origin have the same secret of hashes: attempt 1 has waited for that of attempts 1 to 3."""
     script = WARM + (
         "print('HASH', attempt, hash('zerorun'), flush=True)\n"
         "train(attempt, attempt + 1)\ntime.sleep(1.5)\n"

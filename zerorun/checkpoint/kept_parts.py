@@ -55,7 +55,7 @@ class KeptPart:
 
 
 @dataclass(frozen=True)
-class Stored:
+class WholeTensor:
     """A whole tensor of ``set``. ``rounded``: there is one of this dtype in the set ``model``, too, to be made from it."""
 
     set: str
@@ -64,15 +64,15 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PartsLayout:
     """The file of one rank: its ``parts`` and its length in bytes. ``tensors``: those that this rank tells of."""
 
     parts: tuple[KeptPart, ...]
-    tensors: tuple[Stored, ...]
+    tensors: tuple[WholeTensor, ...]
     nbytes: int
 
     @classmethod
-    def of(cls, plan: WritePlan, rank: int) -> Layout:
+    def of(cls, plan: WritePlan, rank: int) -> PartsLayout:
         """What ``rank`` has to keep so that all ranks together have each element once."""
         parts, end = [], 0
         for task in plan.tasks:
@@ -83,12 +83,12 @@ class Layout:
                     parts.append(KeptPart(task.set, task.tensor.name, source.start, source.numel, *found))
                     end = parts[-1].end
         own = (task for task in plan.tasks if task.writer == rank)
-        tensors = tuple(Stored(t.set, t.tensor, t.rounded.dtype if t.rounded is not None else "") for t in own)
+        tensors = tuple(WholeTensor(t.set, t.tensor, t.rounded.dtype if t.rounded is not None else "") for t in own)
         return cls(tuple(parts), tensors, -(-end // BLOCK_BYTES) * BLOCK_BYTES)
 
 
 @dataclass(frozen=True)
-class Record:
+class PartsRecord:
     """What the file of ``rank``, one of ``world``, has: step, length, checksums, layout, and what the rank knows beside."""
 
     step: int
@@ -98,7 +98,7 @@ class Record:
     world: int
     nbytes: int
     sums: torch.Tensor  # int64, of each block
-    layout: bytes  # an encoded Layout, which is the same for many steps
+    layout: bytes  # an encoded PartsLayout, which is the same for many steps
     facts: RankFacts
 
     @property
@@ -163,16 +163,16 @@ def write_record(parts: Path, content: bytes) -> None:
     new.rename(record_of(parts))
 
 
-def records_in(place: Path) -> Iterator[tuple[Path, Record]]:
+def records_in(place: Path) -> Iterator[tuple[Path, PartsRecord]]:
     """Yield (file of parts, record) for those that are whole in a folder."""
     for path in sorted(place.glob("*.record")):
         with contextlib.suppress(OSError, MessageError):
             record = decode(path.read_bytes())
-            if isinstance(record, Record):
+            if isinstance(record, PartsRecord):
                 yield path.with_suffix(".parts"), record
 
 
-def is_good(parts: Path, record: Record) -> bool:
+def is_good(parts: Path, record: PartsRecord) -> bool:
     """True if the file has what its record says."""
     try:
         same = parts.stat().st_size == record.nbytes
@@ -190,14 +190,14 @@ class PartsReader(Reader):
     ``facts``: what these ranks knew. ``missing``: as for a Reader.
     """
 
-    def __init__(self, place: Path, facts: Facts, missing: dict[str, int], records: Mapping[str, Record]) -> None:
+    def __init__(self, place: Path, facts: Facts, missing: dict[str, int], records: Mapping[str, PartsRecord]) -> None:
         self._records, self._state = records, facts.tensors
         self._memory: dict[str, torch.Tensor] = {}
         self._pieces: dict[str, tuple[str, KeptPart]] = {}
         self._parts: dict[tuple[str, str], list[str]] = {}
         self._whole: dict[tuple[str, str], Described] = {}
         for file, record in records.items():
-            layout: Layout = decode(record.layout)
+            layout: PartsLayout = decode(record.layout)
             for number, part in enumerate(layout.parts):
                 self._pieces[f"{file}.{number}"] = file, part
                 self._parts.setdefault((part.set, part.name), []).append(f"{file}.{number}")

@@ -33,9 +33,9 @@ from ..watch.board import NOBODY, stay_off_the_board
 from .checkpointer import Checkpointer
 from .inventory import Subject, TensorPart
 from .kept_parts import (
-    Layout,
+    PartsLayout,
     PartsReader,
-    Record,
+    PartsRecord,
     block_sums,
     is_good,
     make_room,
@@ -50,7 +50,7 @@ from .ranks import Problem, Ranks, attempt
 from .save import Captured, frozen_sums, merge_facts, now, plan_together
 
 _Version = tuple[int, str]
-_Found = dict[int, tuple[Path, Record]]  # by the rank that has kept it
+_Found = dict[int, tuple[Path, PartsRecord]]  # by the rank that has kept it
 
 
 class MemoryCopies:
@@ -62,7 +62,7 @@ class MemoryCopies:
         self._epoch = ""
         self._slot, self._whole = 0, -1  # what is written now; what has the newest whole copy
         self._described: Any = None  # what the layout was made for
-        self._layout = Layout((), (), 0)
+        self._layout = PartsLayout((), (), 0)
         self._encoded = b""
         self._to: list[int] = []  # the partner of each rank
         self._leads = False  # of the ranks of this host
@@ -118,7 +118,7 @@ class MemoryCopies:
         if not any(ranks.gather(described != self._described)):
             return
         self._described = described
-        self._layout = Layout.of(plan_together(captured.parts, captured.order, ranks), ranks.rank)
+        self._layout = PartsLayout.of(plan_together(captured.parts, captured.order, ranks), ranks.rank)
         self._encoded = encode(self._layout)
         places = ranks.volumes(self._place)
         self._to, self._leads = partners(places), places[ranks.rank] == ranks.rank
@@ -184,7 +184,7 @@ class MemoryCopies:
         captured.manifest.frozen_base = self._frozen
         step, facts = captured.manifest.global_steps, captured.facts(ranks)
         who = step, self._epoch, self._slot, ranks.rank, ranks.size
-        return encode(Record(*who, memory.numel(), block_sums(memory), self._encoded, facts)), memory
+        return encode(PartsRecord(*who, memory.numel(), block_sums(memory), self._encoded, facts)), memory
 
     def _take(self, rank: int, record: bytes) -> None:
         self.checkpointer.check_point("record")
