@@ -542,7 +542,7 @@ def waits_divided(tensor: int, pipe: int, schedule: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("tensor", "pipe", "schedule"),
-    by_day(((2, 1, "1f1b"), (1, 2, "1f1b"), (1, 2, "zero_bubble")), (2, 1, "1f1b"), (1, 2, "zero_bubble")),
+    by_day(((2, 1, "1f1b"), (1, 2, "1f1b"), (1, 2, "zero_bubble")), (1, 2, "zero_bubble")),
 )
 def test_parts_of_a_model_wait_for_nothing_either(tensor: int, pipe: int, schedule: str) -> None:
     assert run_ranks(2, waits_divided, tensor, pipe, schedule) == [[0, 0]] * 2

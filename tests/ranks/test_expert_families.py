@@ -200,14 +200,10 @@ ROWS = [
 BY_DAY = (
     (2, 2, "stage 0", "few"),
     (2, 2, "stage 2", "plain"),
-    (2, 2, "stage 3", "accumulated"),
     (2, 2, "stage 3, disk", "plain"),
     (3, 3, "stage 1, offload", "skipped"),
     (4, 2, "stage 1", "skipped"),
-    (4, 2, "stage 3", "wide"),
-    (4, 2, "stage 3, hybrid", "accumulated"),
     (4, 4, "stage 3, hybrid", "own"),
-    (4, 2, "stage 3, offload all", "few"),
 )
 
 
@@ -300,7 +296,7 @@ def _without_moments(ledger: dict[str, int]) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", by_day(("plain", "accumulated", "wide"), "wide"))
 @pytest.mark.parametrize("place", by_day(PLACES, "stage 3"))
-@pytest.mark.parametrize("expert", by_day((2, 4), 2, 4))
+@pytest.mark.parametrize("expert", by_day((2, 4), 4))
 def test_the_plan_says_what_is_held_and_sent(expert: int, place: str, name: str, tmp_path: Path) -> None:
     setting = SETTINGS[name]
     tables = run_ranks(4, account, config_of(place, setting, tmp_path), setting, expert)

@@ -114,7 +114,7 @@ def check(family: str, ranks: int, config: dict[str, Any], **changes: Any) -> No
         assert found.loads == wanted.loads
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("family", by_day(["mixtral", "deepseek-v3", "gpt-oss", "olmoe"], "mixtral", "gpt-oss"))
@@ -122,7 +122,7 @@ def test_stages(family: str, ranks: int, size: int, stage: int) -> None:
     check(family, ranks, config_of(stage, size))
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("family", by_day(["mixtral", "deepseek-v3", "qwen2-moe"], "mixtral", "deepseek-v3"))

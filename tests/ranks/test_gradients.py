@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import patience, run_ranks, start_ranks
 from models import CASES, Place
 from reference import distance
@@ -174,7 +175,7 @@ time.sleep(100)
 """
 
 
-@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("stage", by_day((0, 3), 3))
 def test_one_rank_alone_gets_an_error(stage: int) -> None:
     with start_ranks(2, SCRIPT, str(stage), ZERORUN_ORDER_TIMEOUT_S="2") as (first, _):
         code, _, errors = first.finish(60 * patience())

@@ -55,6 +55,7 @@ ROWS = covering({**WHERE, "model": MODELS, "optimizer": OPTIMIZERS})
 BY_DAY = [
     {**row, "model": MODELS[index % 8], "optimizer": OPTIMIZERS[(index + index // 8) % 4]}
     for index, row in enumerate(covering(WHERE))
+    if row["stage"] == 3 or "offload_param" not in PLACES[row["place"]]  # which needs stage 3
 ]
 
 

@@ -169,8 +169,10 @@ def test_equals_one_process(name: str, stage: int, tensor: int, pipe: int, data:
 
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
 BEYOND: dict[str, tuple[str, int, int, int, int, dict[str, Any]]] = {  # model, stage, tensor, pipe, data, further keys
-    "sequence": ("llama", 3, 2, 2, 2, {"tensor_parallel": {"sequence_parallel": True}}),
-    "offload": ("llama", 3, 2, 2, 2, OFFLOAD),
+    "sequence": ("llama", 3, 2, 1, 2, {"tensor_parallel": {"sequence_parallel": True}}),
+    "sequence, pipeline": ("llama", 3, 2, 2, 2, {"tensor_parallel": {"sequence_parallel": True}}),
+    "offload": ("llama", 3, 1, 2, 2, OFFLOAD),
+    "offload, divided": ("llama", 3, 2, 2, 2, OFFLOAD),
     "recomputation": ("gpt2", 2, 2, 2, 1, {"activation_checkpointing": {"policy": "full"}}),
     "sequence, recomputed": (
         "llama",
@@ -219,12 +221,15 @@ SCHEDULED = (((1, "gpipe"), (3, "1f1b")), ((1, "gpipe"), (2, "1f1b"), (3, "zero_
 
 @pytest.mark.parametrize("precision", ("bf16", pytest.param("fp16", marks=pytest.mark.nightly)))
 @pytest.mark.parametrize("rows", (SCHEDULED[0], pytest.param(SCHEDULED[1], marks=pytest.mark.nightly)))
-def test_half_precision_has_the_same_bits_at_every_stage(rows: tuple[tuple[int, str], ...], precision: str) -> None:
+@pytest.mark.parametrize("tensor", by_day((1, 2), 1))
+def test_half_precision_has_the_same_bits_at_every_stage(
+    tensor: int, rows: tuple[tuple[int, str], ...], precision: str
+) -> None:
     """And at every schedule that adds gradients in the same order."""
     first: list[dict[str, Any]] | None = None
     for stage, schedule in rows:
         config = make_config(stage, accumulation=3, clip=0.5, precision=precision, pipeline={"schedule": schedule})
-        found = run_ranks(8, train, "llama", 2, 2, config)
+        found = run_ranks(4 * tensor, train, "llama", tensor, 2, config)
         first = first or found
         for mine, theirs in zip(found, first, strict=True):
             assert mine["losses"] == theirs["losses"], (stage, schedule)
