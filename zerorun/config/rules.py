@@ -29,11 +29,17 @@ def _sections(section: Section, path: str) -> Iterator[tuple[str, Section]]:
             yield from _sections(value, f"{path}{field.alias or name}.")
 
 
+def _in_order(section: Section) -> list[str]:
+    """Return the names that the file gives values to. Most files give few."""
+    given = section.model_fields_set
+    return [name for name in type(section).model_fields if name in given] if given else []
+
+
 def _refused_values(section: Section, path: str) -> Iterator[ConfigProblem]:
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
+    for name in _in_order(section):
+        field, value = type(section).model_fields[name], getattr(section, name)
         for mark in field.metadata:
-            if not isinstance(mark, Refused) or name not in section.model_fields_set:
+            if not isinstance(mark, Refused):
                 continue
             allowed = mark.allowed if isinstance(mark.allowed, tuple) else (mark.allowed,)
             if value in allowed:
@@ -194,7 +200,8 @@ def _parallel(config: Config) -> Iterator[ConfigProblem]:
 def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
     """Return a note with the reason for each key of the file that has no effect in this run, and some other remarks."""
     written = _written(config)
-    notes = [note for path, section in _sections(config, "") for note in _section_notes(config, section, path, written)]
+    found = [(path, section) for path, section in _sections(config, "") if not path or path[:-1] in written]
+    notes = [note for path, section in found for note in _section_notes(config, section, path, written)]
     rules = (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes, _recompute_notes)
     for rule in (*rules, _offload_notes, _tensor_notes, _autocast_note, _rounding_notes):
         notes += rule(config)
