@@ -235,7 +235,10 @@ def test_a_unit_is_reduced_once_where_its_gradients_are_complete(schedule: str, 
         assert found == {4 if stage == 2 else 1}
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)))
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    by_day((("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)), ("interleaved", 2), ("zero_bubble", 1)),
+)
 def test_a_stage_keeps_what_its_schedule_says(schedule: str, chunks: int) -> None:
     planned = simulate(make_schedule(schedule, 4, 8, chunks=chunks), Times.make(4)).peak_kept
     found = run_ranks(4, count_kept, schedule, chunks)

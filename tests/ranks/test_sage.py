@@ -127,7 +127,7 @@ def loaded(folder: str, optimizer: str, stage: int, place: str) -> tuple[States,
 @pytest.mark.parametrize("optimizer", OF)
 @pytest.mark.parametrize(
     ("world", "stage", "place"),
-    by_day(((3, 3, "device"), (1, 0, "device"), (3, 1, "disk"), (2, 2, "optimizer")), (3, 3, "device"), (1, 0, "device")),
+    by_day(((3, 3, "device"), (1, 0, "device"), (3, 1, "disk"), (2, 2, "optimizer")), (3, 3, "device")),
 )
 def test_states_cross_from_2_ranks_to_others(optimizer: str, world: int, stage: int, place: str, tmp_path: Path) -> None:
     """Saved on 2 ranks at stage 2: the same bits, and the same next step."""
