@@ -216,6 +216,37 @@ def test_deepspeed_8443_torchtitan_3353_each_matrix_is_orthogonalized_once_in_a_
         assert [sum(counts) for counts in zip(*(rank[number][1] for rank in ranks), strict=True)] == [16 * replicas] * 2
 
 
+MASTERS: dict[str, dict[str, Any]] = {
+    "bf16": {"bf16_master_weights_and_grads": True},
+    "Kahan": {"bf16_master_weights_and_grads": True, "rounding": "kahan"},
+    "remainders": {"store_param_remainders": True},
+}
+
+
+def masters_everywhere(kinds: list[str]) -> list[list[Result]]:
+    """For each kind of masters, what all places of states come to; then the same with fp32 masters at one of them."""
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+    rows: list[dict[str, Any]] = [{"stage": 0}, {"stage": 2}, {"stage": 3}, {"stage": 3, **offload}]
+    keys = [*(MASTERS[kind] for kind in kinds), {}]
+    given = [[{**config_of(**row, accumulation=1, precision="bf16"), "seed": 3} for row in rows] for _ in kinds] + [
+        [config_of(3, accumulation=1, precision="bf16")]
+    ]
+    return [
+        [train(CASES["plain"], {**config, "bf16": {**config["bf16"], **more}}, STEPS) for config in configs]
+        for more, configs in zip(keys, given, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("kinds", [["bf16"], pytest.param(["Kahan", "remainders"], marks=pytest.mark.nightly)])
+def test_masters_in_bf16_have_the_same_bits_wherever_they_are(kinds: list[str]) -> None:
+    for *found, (wide,) in run_ranks(2, masters_everywhere, kinds):
+        for places in found:
+            for other in places:
+                assert other.losses == places[0].losses
+                assert all(torch.equal(value, places[0].weights[name]) for name, value in other.weights.items())
+            assert places[0].losses == pytest.approx(wide.losses, rel=5e-3)
+
+
 def fused(module: nn.Module) -> list[dict[str, Any]]:
     together = [param for name, param in module.named_parameters() if "qkv" in name]
     others = [param for name, param in module.named_parameters() if "qkv" not in name]
@@ -329,11 +360,12 @@ def test_torchs_own_object_gets_whole_matrices() -> None:
 # -- memory --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("stage", "world", "offload"), [(3, 2, False), (1, 3, True)])
-def test_ranks_hold_the_same_and_as_much_as_estimated(stage: int, world: int, offload: bool) -> None:
+@pytest.mark.parametrize(("stage", "world", "offload", "masters"), [(3, 2, False, "bf16"), (1, 3, True, "")])
+def test_ranks_hold_the_same_and_as_much_as_estimated(stage: int, world: int, offload: bool, masters: str) -> None:
     """Shards are even, and so are the buffers. What AdamW updates has a state more, and is not divided by its kind."""
     zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
     config = config_of(stage, accumulation=1, precision="bf16", zero_optimization=zero, params=BF16)
+    config["bf16"] = {**config["bf16"], **MASTERS.get(masters, {})}
     reports = run_ranks(world, observe, 256, config, False)
     totals = [sum(report[0].values()) for report in reports]
     assert max(totals) <= 1.01 * sum(totals) / world

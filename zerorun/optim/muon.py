@@ -106,14 +106,18 @@ class Muon(SinglePassOptimizer):
         if param.dim() > 1:
             gradient = self._direction(param, gradient, settings, coefficient, where)
         # A decay that is added to the direction, and one of the weight before it moves, are the same without momentum.
-        single_pass.sgd(
-            (param if where is None else where(param)).detach().view(-1),
-            gradient.detach().view(-1),
-            out=None if out is None else out.view(-1),
-            lr=settings["lr"],
-            weight_decay=settings["weight_decay"],
-            coefficient=coefficient * 0 + 1 if isinstance(coefficient, Tensor) else 1.0,
-        )
+        there = where or _itself
+        weight, direction = there(param).detach().view(-1), gradient.detach().view(-1)
+        for cut, rounding in self._roundings(param, there, lambda: self._count(param)):
+            single_pass.sgd(
+                weight[cut],
+                direction[cut],
+                out=None if out is None else out.view(-1)[cut],
+                lr=settings["lr"],
+                weight_decay=settings["weight_decay"],
+                coefficient=coefficient * 0 + 1 if isinstance(coefficient, Tensor) else 1.0,
+                rounding=rounding,
+            )
 
     def _direction(
         self, param: Tensor, gradient: Tensor, settings: dict[str, Any], coefficient: float | Tensor, where: Where | None
@@ -160,7 +164,8 @@ class Muon(SinglePassOptimizer):
         applies = torch.isfinite(coefficient) if isinstance(coefficient, Tensor) else None
         chunk = _CHUNK.get(flat.device.type, _DEVICE_CHUNK)
         for low in range(0, flat.numel(), chunk):
-            new, kept = flat[low : low + chunk], momentum[low : low + chunk]
+            place, kept = flat[low : low + chunk], momentum[low : low + chunk]
+            new = place.float()  # itself, unless gradients are in bf16
             new.mul_(coefficient)
             blended = kept.mul(beta).add_(new * (1 - beta))
             kept.copy_(blended if applies is None else torch.where(applies, blended, kept))
@@ -168,6 +173,12 @@ class Muon(SinglePassOptimizer):
                 new.mul_(1 - beta).add_(kept * beta)
             else:
                 new.copy_(kept)
+            if new is not place:
+                place.copy_(new)
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def orthogonalized(matrix: Tensor, settings: dict[str, Any]) -> Tensor:

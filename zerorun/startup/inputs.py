@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,8 @@ from ..plan.weights import own_weight, refuse_unusable_weights
 from .matrix_roles import described, divide_by_role
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_FORMATS = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "store_param_remainders")  # keys of `bf16`
 
 
 def take_in(
@@ -279,7 +281,7 @@ def _with_formats(raw: RawOptimizer, model: nn.Module, config: Config, tried: to
         _refuse_formats(config, type(tried).__name__, "its update computes in the dtype of what it keeps")
         return raw
     if raw.matrix_dtype is not None:
-        _refuse_formats(config, "Muon", "its momentum and the directions of matrices need fp32")
+        _refuse_formats(config, "Muon", "its momentum is in fp32", ("bf16_optimizer_states",))
     formats = _state_formats(model, tried)
     states_in_bf16 = section.enabled and section.bf16_optimizer_states
     if states_in_bf16 and isinstance(tried, Adam8bit):
@@ -305,17 +307,16 @@ def _seed_of_chance(config: Config) -> int | None:
     return (config.seed or 0) if section.enabled and in_bf16 and section.rounding != "nearest" else None
 
 
-def _refuse_formats(config: Config, name: str, reason: str) -> None:
-    """Raise ConfigError, with all problems, if masters or states of the optimizer ``name`` are to be kept in bf16."""
+def _refuse_formats(config: Config, name: str, reason: str, keys: Sequence[str] = _FORMATS) -> None:
+    """Raise ConfigError, with all problems, for ``keys`` that let what the optimizer ``name`` keeps be in bf16."""
     remedy = "Set optimizer.type to Adam, AdamW, AdamSAGE, Adagrad, Lion, SGD or Sophia, or remove the key."
-    if wanted := _keys_of_formats(config):
+    if wanted := [key for key in _keys_of_formats(config) if key in keys]:
         raise ConfigError([ConfigProblem(f"bf16.{key}", True, f"{name} cannot: {reason}.", remedy) for key in wanted])
 
 
 def _keys_of_formats(config: Config) -> list[str]:
     """Return the keys of the section ``bf16`` that let masters or states be in bf16."""
-    keys = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "store_param_remainders")
-    return [key for key in keys if config.bf16.enabled and getattr(config.bf16, key)]
+    return [key for key in _FORMATS if config.bf16.enabled and getattr(config.bf16, key)]
 
 
 def _state_formats(model: nn.Module, tried: SinglePassOptimizer) -> dict[int, StateFormat]:
