@@ -1,6 +1,6 @@
 """What copies in memory cost: steps with ``checkpoint.in_memory`` beside steps without it.
 
-    python tests/perf/copies.py --params 25M --rounds 5 --context 128 --batch 8
+    python tests/perf/copies.py --params 25M --rounds 3 --context 64 --batch 4
 
 Two ranks of one thread, each with a launcher of its own, as on two hosts: each sends its parts to the other. Both engines
 are in the same processes, at stage 3 with AdamW, and take turns of two steps; the other one is first in the next round.
@@ -95,9 +95,9 @@ def measure(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--params", default="25M")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 with fp32 masters")
     args = parser.parse_args()
     if "RANK" in os.environ:
