@@ -383,7 +383,7 @@ def test_file_without_permission(nursery: Nursery, for_nobody: Path) -> None:
 
 # -- damage ------------------------------------------------------------------------------------------------------
 
-_ALIKE = ("master", "optimizer.exp_avg_sq", "optimizer.exp_avg.safetensors")
+_ALIKE = ("master", "optimizer.exp_avg_sq", "optimizer.exp_avg.safetensors", "model.safetensors.index")
 
 Pair = tuple[Path, dict[int, str]]
 _KINDS = (

@@ -21,7 +21,7 @@ from zerorun.distributed.topology import Topology
 from zerorun.errors import CheckpointError
 
 SEED = 7
-quick = settings(max_examples=150, deadline=None, database=None)
+quick = settings(max_examples=100, deadline=None, database=None)
 sizes = st.integers(1, 40)
 worlds = st.integers(1, 6)
 batches = st.integers(1, 5)

@@ -201,7 +201,10 @@ def test_sequence_classification_finds_its_last_tokens() -> None:
     assert_like_the_whole(model, split(model, 2), given)
 
 
-@pytest.mark.parametrize("name", ["llama tied", "gpt2", "gemma3_text", "opt projected", "gpt_neox", "mixtral"])
+TRIED = ("llama tied", "gpt2", "gemma3_text", "opt projected", "gpt_neox", "mixtral")
+
+
+@pytest.mark.parametrize("name", by_day(TRIED, "llama tied", "gemma3_text", "mixtral"))
 def test_a_large_model_is_tried_by_a_small_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(name.split()[0], **{**MODELS[name], "num_hidden_layers": 3})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import by_day
 from test_planner import LLAMA_8B
 
 import zerorun
@@ -80,7 +81,7 @@ def test_384_h100s_for_a_trillion_tokens() -> None:
     assert load_config(plan.config).zero_optimization.stage == plan.best.candidate.stage
 
 
-@pytest.mark.parametrize("gpus", ["16xA100-40", "64xH100"])
+@pytest.mark.parametrize("gpus", by_day(("16xA100-40", "64xH100"), "64xH100"))
 def test_better_clusters_never_plan_worse(gpus: str) -> None:
     cluster, goal = cluster_of(gpus), Goal(2048, 256)
     base = search(OLMO_7B, cluster, goal)
@@ -93,7 +94,7 @@ def test_better_clusters_never_plan_worse(gpus: str) -> None:
     assert base == sorted(base[:50], key=lambda one: one.step.seconds) + base[50:]
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16-pure", "fp16", "fp32", "fp8"])
+@pytest.mark.parametrize("precision", by_day(("bf16", "bf16-pure", "fp16", "fp32", "fp8"), "bf16-pure", "fp8"))
 def test_zerorun_loads_what_is_planned(precision: str) -> None:
     """Long sequences, so that all degrees come."""
     cluster, found = cluster_of("16xH100"), []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import by_day
 from harness import patience
 
 from zerorun.errors import ScheduleError
@@ -180,7 +181,10 @@ def test_pictures_without_matplotlib(
 # -- traces ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "chunks"), [("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("forward_only", 1)])
+TRACED = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("forward_only", 1))
+
+
+@pytest.mark.parametrize(("kind", "chunks"), by_day(TRACED, ("zero_bubble", 1), ("interleaved", 2)))
 def test_measured_beside_simulated(kind: str, chunks: int, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trace = measured(kind, chunks=chunks)
     write_trace(tmp_path / "run.json", trace)
