@@ -39,6 +39,7 @@ from .bootstrap import Guard, adopt_orphans, die_with, new_mark
 from .facts import CGROUPS, OWN_CGROUP, cgroups
 from .job_plan import WorkerCommand, full_environment
 from .keeper import Keeper
+from .recorder import FlightRecorder
 from .warm import SAFE_PATH, ForkedWorker, WarmWorker, command_of
 
 GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there
@@ -143,6 +144,8 @@ class LocalNode:
         self.warm_workers = WarmWorkers(base, self._mark)
         self.keeper = Keeper()
         self._kept: dict[str, str] = {}  # the variable that tells workers of it
+        self._recorder = FlightRecorder()
+        self._recorded: dict[str, str] = {}  # the variables that tell workers of it
         self._has_pidfds = True
         self._boards = Boards()
         self._next_look = 0.0  # when to look at boards and for orphans next
@@ -172,6 +175,7 @@ class LocalNode:
         self._boards, self._stacks = Boards(), {}
         again = any(command.env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" for command in commands)
         self._kept = self.keeper.begin() if again else {}
+        self._recorded = self._recorder.begin({**self._base, **(commands[0].env if commands else {})})
         try:
             self._guard = Guard(self._mark)
             logs = {
@@ -200,7 +204,7 @@ class LocalNode:
                 os.sched_setaffinity(0, cores)
 
         files, told = self._boards.make(command.rank)
-        environment = {**full_environment(command, self._base), **self._mark, **self._kept}
+        environment = {**full_environment(command, self._base), **self._mark, **self._kept, **self._recorded}
         gives_stdin = self._gives_stdin and command.rank == 0
         process = self.warm_workers.become(command, environment, files, gives_stdin)
         if process is not None:
@@ -292,7 +296,8 @@ class LocalNode:
             self._tell_of_steps()
         for rank in [rank for rank, ready in self._stacks.items() if now >= ready]:
             del self._stacks[rank]
-            self._listener.hangs.on_stacks(rank, self._boards.stacks(rank))
+            text = "\n\n".join(filter(None, (self._boards.stacks(rank), self._recorder.words)))
+            self._listener.hangs.on_stacks(rank, text)
         given_up = self._kill_at is not None and now >= self._kill_at + GIVE_UP_SECONDS
         if given_up or (not self._running() and not self._leftovers()):
             self._finish(now, [*self._living_groups(), *self._orphans()] if given_up else [])
@@ -315,6 +320,7 @@ class LocalNode:
 
     def _dismiss(self) -> None:
         self._boards.close()
+        self._recorder.end()
         if self._guard is not None:
             self._guard.dismiss()
             self._guard = None
@@ -359,6 +365,7 @@ class LocalNode:
     def ask_stacks(self, rank: int) -> None:
         """Have ``on_stacks`` hear of what each thread of a worker is doing."""
         self._boards.ask_stacks(rank)
+        self._recorder.ask()
         self._stacks[rank] = time.monotonic() + _STACK_SECONDS
 
     def show_slow(self, rank: int, thousandths: int) -> None:

@@ -1538,6 +1538,16 @@ MUTANTS = (
         ("tests/unit/test_pace.py::test_windows_between_which_some_are_missing_do_not_count",),
     ),
     Mutant(
+        "nobody-asks-the-flight-recorder",
+        "rank",
+        "launcher/node.py",
+        "        self._recorder.ask()",
+        "        pass",
+        (
+            "tests/unit/test_launcher_processes.py::test_workers_with_gpus_have_a_flight_recorder_and_a_report_that_names_it",
+        ),
+    ),
+    Mutant(
         "who-ends-first-is-the-cause",
         "rank",
         "launcher/outcome.py",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -154,6 +155,32 @@ def test_exit_status(start: Start, action: str, status: int, words: str) -> None
     assert f"  {words}" in err
     if status == 139:
         assert "Fatal Python error: Segmentation fault" in err and 'train.py", line' in err
+
+
+def test_workers_with_gpus_have_a_flight_recorder_and_a_report_that_names_it(start: Start) -> None:
+    """Here a script does what torch does where there are GPUs."""
+    job = start(
+        """
+        from zerorun.watch.board import ALL, board, show_board
+        show_board()
+        board.write(STEP=5, LIMIT=1000)
+        pipe = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] + f"{rank}.pipe"
+        os.mkfifo(pipe)
+        if rank == 0:
+            board.wait_begins("3: gather", ALL, 1)
+        else:
+            board.enter(1)
+            assert open(pipe).read() == "1\\n"
+            open(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] + f"{rank}", "w").close()
+        time.sleep(100)
+        """,
+        "--nproc=2", "--export", "CUDA_VISIBLE_DEVICES=0,1",
+    )  # fmt: skip
+    code, _, err = job.finish()
+    assert code == 124 and "zerorun: the job hangs: rank 1 does not move" in err
+    folder = Path(err.split("NCCL's last collectives are written to ")[1].split("/nccl_trace")[0])
+    assert [path.name for path in folder.iterdir()] == ["nccl_trace_rank_1"]
+    shutil.rmtree(folder)
 
 
 def test_earlier_failure_is_the_cause(start: Start) -> None:

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
 from zerorun.launcher.boards import Seen
 from zerorun.launcher.failures import WorkerEnd
 from zerorun.launcher.hangs import Hangs
+from zerorun.launcher.recorder import FlightRecorder
 from zerorun.watch.board import ALL, NOBODY, Phase, Sight
 
 
@@ -69,3 +76,42 @@ def test_an_ended_rank_is_known_with_its_batches() -> None:
     told.later(2.0, ends)
     assert "rank 1 has ended with exit code 0 after 20 micro-batches" in told.said[0]
     assert told.later(1.0, ends)
+
+
+# -- what NCCL did last ----------------------------------------------------------------------------------------------
+
+GPUS = {"CUDA_VISIBLE_DEVICES": "0,1"}
+
+
+def test_ranks_with_gpus_are_asked_for_their_last_collectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch makes a pipe for each rank, and writes beside it when it reads something there."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    recorder = FlightRecorder()
+    told = recorder.begin(GPUS)
+    assert told["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "2000" and recorder.words == ""
+    pipe = Path(f"{told['TORCH_NCCL_DEBUG_INFO_PIPE_FILE']}0.pipe")
+    recorder.ask()
+    os.mkfifo(pipe)
+    recorder.ask()  # nobody reads it
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    recorder.ask()
+    assert os.read(reader, 9) == b"1\n"
+    os.close(reader)
+    written = Path(f"{told['TORCH_NCCL_DEBUG_INFO_TEMP_FILE']}0")
+    assert str(written.parent) in recorder.words
+    written.touch()
+    recorder.end()
+    assert written.exists() and not pipe.exists()
+    recorder.begin(GPUS)
+    recorder.end()
+    assert list(tmp_path.iterdir()) == [written.parent], "of a job that did not hang nothing is left"
+
+
+@pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": ""}, {**GPUS, "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "mine"}])
+def test_without_gpus_and_with_files_of_the_user_s_nothing_is_said(given: dict[str, str]) -> None:
+    assert FlightRecorder().begin(given) == {}
+
+
+def test_how_much_is_remembered_the_user_may_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert FlightRecorder().begin({**GPUS, "TORCH_NCCL_TRACE_BUFFER_SIZE": "7"})["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
