@@ -43,7 +43,7 @@ def script(folder: Path, text: str) -> None:
 
 def allocate(slurm: Slurm, folder: Path, *words: str, nodes: int = NODES) -> subprocess.Popen[str]:
     """``words`` as a command inside an allocation."""
-    command = slurm.command(["timeout", "60", "salloc", f"-N{nodes}", "--quiet", *words], folder)
+    command = slurm.command(["timeout", f"{60 * patience():.0f}", "salloc", f"-N{nodes}", "--quiet", *words], folder)
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -240,5 +240,5 @@ def test_a_link_that_lets_nothing_through(
     finally:
         for name in directions:
             by_name[name].shell("ip route flush type blackhole")
-    assert "ranks 1, 2 are all at '" in report and "the link between node1 and node2 lets nothing through" in report
+    assert "ranks 1-2 are all at '" in report and "the link between node1 and node2 lets nothing through" in report
     assert_nothing_left(cluster, 5)

@@ -225,14 +225,15 @@ def _link(one: Standing, standing: Mapping[int, Standing], world_size: int) -> H
     if _waited(one) <= _patience(one) * slow:
         return None
     others = [standing[rank] for rank in one.sight.ranks(world_size) if rank != one.rank and rank in standing]
-    hosts = dict.fromkeys(other.host for other in (one, *others) if other.host is not None)
+    everyone = sorted((one, *others), key=lambda other: other.rank)
+    hosts = dict.fromkeys(other.host for other in everyone if other.host is not None)
     link = f"the link between {' and '.join(list(hosts)[:4])}" if len(hosts) > 1 else "the way between them"
     text = (
-        f"{ranks_in_words([other.rank for other in (one, *others)])} are all at '{one.sight.label}', {one.name} for "
+        f"{ranks_in_words([other.rank for other in everyone])} are all at '{one.sight.label}', {one.name} for "
         f"{_waited(one):.0f} s, and it does not end: {link} lets nothing through. "
         "Remedy: try it with zerorun-report and the same hosts."
     )
-    return Hang("link", tuple(sorted(other.rank for other in (one, *others))), text)
+    return Hang("link", tuple(other.rank for other in everyone), text)
 
 
 def _steps(one: Standing) -> str:
