@@ -37,9 +37,9 @@ from zerorun.watch.pace import Window
 from .boards import Boards, Seen
 from .bootstrap import Guard, adopt_orphans, die_with, new_mark
 from .facts import CGROUPS, OWN_CGROUP, cgroups
+from .flight_recorder import FlightRecorder
 from .job_plan import WorkerCommand, full_environment
 from .keeper import Keeper
-from .recorder import FlightRecorder
 from .warm import SAFE_PATH, ForkedWorker, WarmWorker, command_of
 
 GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there

@@ -10,8 +10,8 @@ import pytest
 
 from zerorun.launcher.boards import Seen
 from zerorun.launcher.failures import WorkerEnd
+from zerorun.launcher.flight_recorder import FlightRecorder
 from zerorun.launcher.hangs import Hangs
-from zerorun.launcher.recorder import FlightRecorder
 from zerorun.watch.board import ALL, NOBODY, Phase, Sight
 
 
