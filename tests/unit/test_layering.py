@@ -39,7 +39,9 @@ MOST_AT_THE_TOP = 5  # modules beside __init__.py
 # Folders, and modules of others, that import no torch: they are needed where there is none, or before it is imported.
 NO_TORCH = ("launcher", "config", "watch", "errors", "log", "other_paths", "pipeline.schedule", "ops.build")
 NO_TORCH += ("distributed.layout", "distributed.process_topology", "distributed.topology_picture", "memory.limits")
-NO_TORCH += ("plan.policy", "plan.placement", "planner")
+NO_TORCH += ("plan.policy", "plan.placement")
+NO_TORCH += tuple(f"planner.{name}" for name in ["answer", "calibration", "candidate", "cli", "footprint", "hardware"])
+NO_TORCH += tuple(f"planner.{name}" for name in ["kernels", "links", "model_shape", "published", "search", "step_time"])
 NO_TORCH += ("deepspeed.activation", "deepspeed.arguments", "deepspeed.surface", "pipeline.partition", "pipeline.cli")
 # Names of files that mean the same wherever they are.
 USUAL = {"__init__", "__main__", "cli"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from zerorun.errors import ConfigError
 from zerorun.planner import cli
-from zerorun.planner.calibration import Calibration, Constants, fitted
+from zerorun.planner.calibration import Calibration, Constants, calibration_of, fitted
 from zerorun.planner.candidate import KernelGeneration, RunCandidate
 from zerorun.planner.hardware import GB, GPUS, Cluster, cluster_of
 from zerorun.planner.links import RankGroup, all_reduce_seconds, bandwidth, gather_seconds
@@ -121,6 +122,34 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
             cluster_of(text)
     assert cluster_of("384xh100").nodes == 48
     assert cluster_of("16xA100-40", nics_gbps=400).nics == 50 * GB
+
+
+# -- this machine ------------------------------------------------------------------------------------------------
+
+
+def test_a_machine_that_was_measured_can_be_planned_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The block that was measured is predicted to take what it took."""
+    from zerorun.planner import this_machine
+
+    took = iter([0.1, 0.02, 0.01, 0.05, 0.1, 1e-4, 1e-3, 0.15])  # three products, two copies, attention, two blocks
+    monkeypatch.setattr(this_machine, "_best", lambda run, device: next(took))
+    monkeypatch.setattr(this_machine, "_ON_CPU", replace(this_machine._ON_CPU, matrices=(8, 16, 1024)))
+    monkeypatch.setenv("ZERORUN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("ZERORUN_DEVICE", "cpu")
+    with pytest.raises(ConfigError, match="run zerorun-plan --calibrate"):
+        cluster_of("2xlocal")
+    assert cli.main(["--calibrate"]) == 0
+    out, _ = capsys.readouterr()
+    assert "matrix products in fp32 0.215 TFLOP/s" in out and str(tmp_path) in out
+    cluster, sizes = cluster_of("2xlocal"), this_machine._ON_CPU
+    candidate = RunCandidate(1, sequence=sizes.sequence, precision="fp32")
+    block = StepModel(sizes.shape, candidate, cluster, calibration_of(cluster.gpu)).block
+    assert block.forward + block.backward == pytest.approx(0.15)
+    (tmp_path / "model.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 1000}))
+    assert cli.main(["--model", str(tmp_path / "model.json"), "--gpus", "2xlocal", "--precision", "fp32"]) == 0
+    assert "on 2 local, fp32" in capsys.readouterr().out
 
 
 # -- links -------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 from ..config.parse import load_config
 from ..errors import ConfigError, ConfigProblem, DoesNotFitError
 from ..log import counted, in_bytes
-from .calibration import Calibration, fitted
+from .calibration import Calibration, calibration_of
 from .candidate import KernelGeneration, RunCandidate
 from .footprint import candidate_config, footprint
 from .hardware import GB, Cluster, cluster_of
@@ -224,7 +224,7 @@ def plan_run(model: Any, cluster: Cluster | str, goal: Goal | Mapping[str, Any] 
     Raises ConfigError for what cannot be read, DoesNotFitError if nothing fits.
     """
     shape, cluster, goal = _shape(model), cluster_of(cluster) if isinstance(cluster, str) else cluster, _goal(goal)
-    calibration = fitted()
+    calibration = calibration_of(cluster.gpu)
     found = search(shape, cluster, goal, calibration)
     return RunPlan(
         shape,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 from .candidate import KernelGeneration
-from .hardware import GPUS, Gpu
+from .hardware import GPUS, LOCAL, Gpu, local_file, local_values
 
 _UNKNOWN = 0.8  # the efficiency of kernels of which nothing is known
 PATH = Path(__file__).with_name("calibration.json")
@@ -79,3 +79,22 @@ def fitted() -> Calibration:
     return Calibration(
         Constants(**data["constants"]), data["efficiencies"], data["median"], data["p90"], tuple(data["held_out"])
     )
+
+
+def calibration_of(gpu: Gpu) -> Calibration:
+    """Return the calibration of this version, or for the machine's own GPU what was measured of it.
+
+    No step was measured there, so that its range is that of GPUs whose runs were left out of the fit.
+    """
+    if gpu.name != LOCAL:
+        return fitted()
+    values, key = local_values(), key_of(gpu, KernelGeneration.FLASH)
+    constants = replace(fitted().constants, host=values["host"])
+    return replace(fitted(), constants=constants, efficiencies={key: values["efficiency"]}, p90=fitted().held_out[1])
+
+
+def save_local(gpu: Gpu, efficiency: float, host: float) -> None:
+    """Keep what was measured of this machine."""
+    local_file().parent.mkdir(parents=True, exist_ok=True)
+    data = {"gpu": asdict(gpu), "efficiency": efficiency, "host": host}
+    local_file().write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -8,11 +8,17 @@ reaches in a training step, from published steps with 64K tokens and more: eager
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, ConfigProblem
+from ..ops.build import cache_folder
 
 GB, TB = 1e9, 1e12
+LOCAL = "local"  # the name of the GPU of this machine, or of its CPU, once it has been measured
 
 
 @dataclass(frozen=True)
@@ -99,8 +105,26 @@ def is_known(name: str) -> bool:
     return name.upper() in _KNOWN
 
 
+def local_file() -> Path:
+    """Return the file in which what was measured of this machine is kept."""
+    return cache_folder(os.environ) / "planner.json"
+
+
+def local_values() -> dict[str, Any]:
+    """Return what was measured of this machine. Raises ConfigError if nothing was."""
+    try:
+        found: dict[str, Any] = json.loads(local_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = f"this machine has not been measured ({error})."
+        raise ConfigError([ConfigProblem("gpu", LOCAL, reason, "run zerorun-plan --calibrate.")]) from error
+    return found
+
+
 def gpu_of(name: str) -> Gpu:
     """Return the GPU called ``name``. Raises ConfigError if the table has none of that name."""
+    if name.lower() == LOCAL:
+        values = local_values()["gpu"]
+        return Gpu(**{**values, "attention": tuple(values["attention"])})
     if not is_known(name):
         raise ConfigError([ConfigProblem("gpu", name, "is not in the table of GPUs.", f"use one of {', '.join(GPUS)}.")])
     return GPUS[_KNOWN[name.upper()]]

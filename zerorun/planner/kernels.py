@@ -11,7 +11,7 @@ from .hardware import Gpu
 from .model_shape import ModelShape
 
 _TILES = ((256, 128, 1.0), (128, 128, 0.92), (128, 64, 0.75))  # rows, columns, and the speed of a kernel with such tiles
-_HBM = 0.85  # of the data sheet, which kernels reach
+HBM = 0.85  # of the data sheet, which kernels reach
 _FUSED = 0.6  # of the traffic beside products, if kernels are fused
 _LOGITS = 24.0  # bytes of traffic for each logit, in the forward, and as many in the backward
 _UNFUSED_ATTENTION = 0.6  # of the speed of other products
@@ -51,7 +51,7 @@ def product_seconds(gpu: Gpu, rate: float, depth: float, m: int, n: int, k: int)
         places = -(-tiles // gpu.multiprocessors) * gpu.multiprocessors
         best = max(best, m * n / (rows * columns * places) * speed)
     on_cores = 2.0 * m * n * k * (1 + depth / k) / (rate * best)
-    return max(on_cores, 2.0 * (m * k + k * n + m * n) / (gpu.hbm * _HBM))
+    return max(on_cores, 2.0 * (m * k + k * n + m * n) / (gpu.hbm * HBM))
 
 
 class KernelModel:
@@ -60,7 +60,7 @@ class KernelModel:
     def __init__(self, gpu: Gpu, kernels: KernelGeneration, efficiency: float, constants: Constants) -> None:
         self.gpu, self.kernels, self.constants = gpu, kernels, constants
         self.rate = gpu.matmul * efficiency
-        self.bandwidth = gpu.hbm * _HBM
+        self.bandwidth = gpu.hbm * HBM
         self._fused = _FUSED if kernels is KernelGeneration.FUSED else 1.0
 
     def block(self, shape: ModelShape, candidate: RunCandidate) -> tuple[Work, Work]:
@@ -75,7 +75,8 @@ class KernelModel:
     def head(self, shape: ModelShape, candidate: RunCandidate) -> tuple[Work, Work]:
         """Return the work of the head and the loss, forward and backward."""
         vocab = -(-shape.vocab // candidate.tensor)
-        forward, backward = self._products([(candidate.tokens, vocab, shape.hidden)], "bf16")
+        precision = "fp32" if candidate.precision == "fp32" else "bf16"  # also where blocks compute in fp8
+        forward, backward = self._products([(candidate.tokens, vocab, shape.hidden)], precision)
         traffic = _LOGITS * self._fused * candidate.tokens * vocab / self.bandwidth
         return Work(forward, 0.0, traffic), Work(backward, 0.0, traffic)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..errors import DoesNotFitError
-from .calibration import Calibration, fitted
+from .calibration import Calibration, calibration_of
 from .candidate import GATHERS, REDUCTIONS, KernelGeneration, RunCandidate
 from .footprint import Footprint, footprint
 from .hardware import Cluster
@@ -70,7 +70,7 @@ def search(
 
     Raises DoesNotFitError if nothing does.
     """
-    calibration = calibration or fitted()
+    calibration = calibration or calibration_of(cluster.gpu)
     found = []
     for candidate, memory in fitting(shape, cluster, goal):
         found.append(Timed(candidate, StepModel(shape, candidate, cluster, calibration).step(), memory))
