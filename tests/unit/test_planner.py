@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import patience
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -130,26 +132,39 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
 def test_a_machine_that_was_measured_can_be_planned_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The block that was measured is predicted to take what it took."""
+    """The block that was measured is predicted to take what it took, and so is an update."""
     from zerorun.planner import this_machine
 
-    took = iter([0.1, 0.02, 0.01, 0.05, 0.1, 1e-4, 1e-3, 0.15])  # three products, two copies, attention, two blocks
-    monkeypatch.setattr(this_machine, "_best", lambda run, device: next(took))
+    took = iter([0.1, 0.02, 0.01, 0.05, 1e-4, 0.1, 1e-3, 0.15, this_machine._UPDATED * 2e-9])
+    monkeypatch.setattr(this_machine._Clock, "seconds", lambda self, run: next(took))
     monkeypatch.setattr(this_machine, "_ON_CPU", replace(this_machine._ON_CPU, matrices=(8, 16, 1024)))
     monkeypatch.setenv("ZERORUN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("ZERORUN_DEVICE", "cpu")
-    with pytest.raises(ConfigError, match="run zerorun-plan --calibrate"):
-        cluster_of("2xlocal")
+    with pytest.raises(ConfigError, match="run zerorun-plan --calibrate --ranks 1"):
+        cluster_of("1xlocal")
     assert cli.main(["--calibrate"]) == 0
     out, _ = capsys.readouterr()
     assert "matrix products in fp32 0.215 TFLOP/s" in out and str(tmp_path) in out
-    cluster, sizes = cluster_of("2xlocal"), this_machine._ON_CPU
-    candidate = RunCandidate(1, sequence=sizes.sequence, precision="fp32")
-    block = StepModel(sizes.shape, candidate, cluster, calibration_of(cluster.gpu)).block
-    assert block.forward + block.backward == pytest.approx(0.15)
+    cluster, sizes = cluster_of("1xlocal"), this_machine._ON_CPU
+    model = StepModel(
+        sizes.shape, RunCandidate(1, sequence=sizes.sequence, precision="fp32"), cluster, calibration_of(cluster.gpu)
+    )
+    assert model.block.forward + model.block.backward == pytest.approx(0.15)
+    assert model.update_seconds() == pytest.approx(2e-9 * (sizes.shape.block_weights + 2 * sizes.shape.vocab * 512))
+    with pytest.raises(ConfigError, match="not been measured with 2 ranks"):
+        cluster_of("2xlocal")
     (tmp_path / "model.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 1000}))
-    assert cli.main(["--model", str(tmp_path / "model.json"), "--gpus", "2xlocal", "--precision", "fp32"]) == 0
-    assert "on 2 local, fp32" in capsys.readouterr().out
+    assert cli.main(["--model", str(tmp_path / "model.json"), "--gpus", "1xlocal", "--precision", "fp32"]) == 0
+    assert "on 1 local, fp32" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_ranks_measure_at_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zerorun.planner.cli", "--calibrate", "--ranks", "2"]
+    environment = {**os.environ, "ZERORUN_CACHE_DIR": str(tmp_path), "ZERORUN_DEVICE": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300 * patience(), check=False)
+    assert done.returncode == 0, done.stderr
+    assert "a gather takes" in done.stdout and "plan with --gpus 2xlocal" in done.stdout
 
 
 # -- links -------------------------------------------------------------------------------------------------------

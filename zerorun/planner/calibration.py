@@ -36,7 +36,8 @@ class Constants:
 class Calibration:
     """``efficiencies``: of the best matrix product, by GPU and generation of kernels, as "H100/flash".
 
-    ``median``, ``p90``: errors of the fit; ``held_out``: the same two with the run's own source left out.
+    ``median``, ``p90``: errors of the fit; ``held_out``: the same two with the run's own source left out. ``update``:
+    seconds of the optimizer for each parameter, where they were measured.
     """
 
     constants: Constants = Constants()
@@ -44,6 +45,7 @@ class Calibration:
     median: float = 0.0
     p90: float = 0.0
     held_out: tuple[float, float] = (0.0, 0.0)
+    update: float = 0.0
 
     def has(self, gpu: Gpu, kernels: KernelGeneration) -> bool:
         """True if runs with these kernels on this GPU were fitted."""
@@ -88,13 +90,23 @@ def calibration_of(gpu: Gpu) -> Calibration:
     """
     if gpu.name != LOCAL:
         return fitted()
-    values, key = local_values(), key_of(gpu, KernelGeneration.FLASH)
-    constants = replace(fitted().constants, host=values["host"])
-    return replace(fitted(), constants=constants, efficiencies={key: values["efficiency"]}, p90=fitted().held_out[1])
+    values, key = local_values(gpu.processes), key_of(gpu, KernelGeneration.FLASH)
+    hidden = {"interference": 1.0} if gpu.is_host else {}
+    return replace(
+        fitted(),
+        constants=replace(fitted().constants, host=values["host"], **hidden),
+        efficiencies={key: values["efficiency"]},
+        p90=fitted().held_out[1],
+        update=values["update"],
+    )
 
 
-def save_local(gpu: Gpu, efficiency: float, host: float) -> None:
-    """Keep what was measured of this machine."""
+def save_local(gpu: Gpu, efficiency: float, host: float, update: float) -> None:
+    """Keep what was measured of this machine, beside what was measured with other numbers of ranks."""
     local_file().parent.mkdir(parents=True, exist_ok=True)
-    data = {"gpu": asdict(gpu), "efficiency": efficiency, "host": host}
-    local_file().write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    try:
+        found = json.loads(local_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    found[str(gpu.processes)] = {"gpu": asdict(gpu), "efficiency": efficiency, "host": host, "update": update}
+    local_file().write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

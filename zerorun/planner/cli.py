@@ -16,7 +16,7 @@ from zerorun.log import counted, in_bytes, positive, run_command
 from .answer import RunPlan, compared, named, plan_run
 from .calibration import fitted
 from .candidate import KernelGeneration
-from .hardware import GB, TB, cluster_of, local_file
+from .hardware import cluster_of
 from .published import published_runs
 from .search import Goal, fits
 
@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--write", metavar="FILE", help="write the configuration")
     add("--json", action="store_true", help="print all figures as JSON")
     add("--calibrate", action="store_true", help="measure this machine, for --gpus Nxlocal")
+    add("--ranks", type=positive, default=1, metavar="N", help="that measure at once: as many as will train on CPUs")
     add("--predict", metavar="FILE", help="a table of runs (CSV) whose speed is to be predicted")
     add("--out", metavar="FILE", help="for the predictions (CSV: id,tokens_per_s_gpu)")
     return parser
@@ -72,7 +73,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
     if args.calibrate:
-        return 0, _calibrate()
+        from .this_machine import calibrate  # which imports torch
+
+        return 0, calibrate(args.ranks)
     needed = ("predict", "out") if args.predict or args.out else ("model", "gpus")
     missing = [key for key in needed if getattr(args, key) is None]
     if missing:
@@ -113,17 +116,6 @@ def _comparison(path: str, plan: RunPlan) -> Iterator[str]:
     yield f"  {ratio:.2f} x the time for a sequence; needs {memory}" + (
         "" if fits(given.memory, plan.cluster) else ": too much"
     )
-
-
-def _calibrate() -> Iterator[str]:
-    from .this_machine import measure  # which imports torch
-
-    found = measure()
-    gpu, rate = found.gpu, found.products / TB
-    yield f"matrix products in {found.precision} {rate:.3g} TFLOP/s, of which a block's reach {found.efficiency:.2f}"
-    yield f"attention {gpu.attention[0] * gpu.peak / TB:.3g} TFLOP/s, device memory {gpu.hbm / GB:.3g} GB/s"
-    yield f"the host takes {found.host * 1e3:.3g} ms for a block, and moves {gpu.host_link / GB:.3g} GB/s to the device"
-    yield f"kept in {local_file()}: plan with --gpus Nx{gpu.name}"
 
 
 def _predict(path: str, out: str) -> str:

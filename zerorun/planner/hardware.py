@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ConfigProblem
+from ..log import counted
 from ..ops.build import cache_folder
 
 GB, TB = 1e9, 1e12
@@ -38,6 +39,9 @@ class Gpu:
     domain: int = 8  # GPUs that NVLink joins
     host_link: float = 55 * GB  # to host memory, each way
     efficiency_of: str = ""  # the GPU whose efficiencies it has, if not its own
+    latency: float = 0.0  # seconds of each collective, where it was measured; else NCCL's own table has them
+    processes: int = 1  # that computed at once when it was measured
+    is_host: bool = False  # a CPU: its memory is the host's, and nothing goes on behind what it computes
 
     @property
     def family(self) -> str:
@@ -110,20 +114,24 @@ def local_file() -> Path:
     return cache_folder(os.environ) / "planner.json"
 
 
-def local_values() -> dict[str, Any]:
-    """Return what was measured of this machine. Raises ConfigError if nothing was."""
+def local_values(ranks: int) -> dict[str, Any]:
+    """Return what was measured of this machine with ``ranks`` at once; on GPUs, with any number. Raises ConfigError."""
     try:
-        found: dict[str, Any] = json.loads(local_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reason = f"this machine has not been measured ({error})."
-        raise ConfigError([ConfigProblem("gpu", LOCAL, reason, "run zerorun-plan --calibrate.")]) from error
-    return found
+        found: dict[str, dict[str, Any]] = json.loads(local_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = {}
+    for values in (found.get(str(ranks)), *(each for each in found.values() if not each["gpu"]["is_host"])):
+        if values is not None:
+            return values
+    reason = f"this machine has not been measured with {counted(ranks, 'rank')}."
+    remedy = f"run zerorun-plan --calibrate --ranks {ranks}."
+    raise ConfigError([ConfigProblem("gpu", LOCAL, reason, remedy)])
 
 
-def gpu_of(name: str) -> Gpu:
-    """Return the GPU called ``name``. Raises ConfigError if the table has none of that name."""
+def gpu_of(name: str, ranks: int = 1) -> Gpu:
+    """Return the GPU called ``name``, of whose kind a node has ``ranks``. Raises ConfigError if it is not known."""
     if name.lower() == LOCAL:
-        values = local_values()["gpu"]
+        values = local_values(ranks)["gpu"]
         return Gpu(**{**values, "attention": tuple(values["attention"])})
     if not is_known(name):
         raise ConfigError([ConfigProblem("gpu", name, "is not in the table of GPUs.", f"use one of {', '.join(GPUS)}.")])
@@ -135,7 +143,8 @@ def cluster_of(text: str, *, nics_gbps: float | None = None, per_node: int = 8) 
     count, _, name = text.partition("x")
     if not count.isdigit() or int(count) < 1 or not name:
         raise ConfigError([ConfigProblem("gpus", text, "is no number of GPUs.", "write it as 384xH100.")])
-    gpu, number = gpu_of(name), int(count)
+    number = int(count)
+    gpu = gpu_of(name, min(number, per_node))
     if number > per_node and number % per_node:
         remedy = "use whole nodes, or say how many are in a node with --gpus-per-node."
         raise ConfigError([ConfigProblem("gpus", text, f"does not fill nodes of {per_node} GPUs.", remedy)])

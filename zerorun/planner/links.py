@@ -50,6 +50,8 @@ def all_reduce_seconds(cluster: Cluster, group: RankGroup, nbytes: float) -> flo
     if group.size == 1 or not nbytes:
         return 0.0
     ring = _ring(cluster, group, nbytes, rounds=2)
+    if cluster.gpu.latency:
+        return ring
     rate, depth = bandwidth(cluster, group), 2 * max(group.nodes - 1, 1).bit_length()
     tree = min(
         base + 2 * (group.near - 1) * near + depth * far + 2 * nbytes / (rate * part)
@@ -62,6 +64,8 @@ def _ring(cluster: Cluster, group: RankGroup, nbytes: float, rounds: int) -> flo
     if group.size == 1 or not nbytes:
         return 0.0
     rate, moved = bandwidth(cluster, group), rounds * nbytes * (group.size - 1) / group.size
+    if cluster.gpu.latency:
+        return rounds * cluster.gpu.latency + moved / rate
     far_hops = rounds * (group.nodes - 1)
     near_hops = rounds * (group.size - 1) - far_hops
     return min(

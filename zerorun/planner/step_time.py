@@ -28,7 +28,6 @@ from .kernels import KernelModel, Work
 from .links import NETWORK, NVLINK, RankGroup, all_reduce_seconds, gather_seconds
 from .model_shape import ModelShape
 
-_WEIGHT = 2  # bytes of a parameter in a gather
 _UPDATE, _FUSED_UPDATE = 40, 28  # bytes that an update moves per parameter
 _HOST_UPDATE, _OF_HOST = 28, 0.8  # the same in host memory, and the part of its bandwidth that the update reaches
 _ROUNDS = 4  # micro-batches that are simulated, for each stage
@@ -72,7 +71,8 @@ class StepModel:
 
     def __init__(self, shape: ModelShape, candidate: RunCandidate, cluster: Cluster, calibration: Calibration) -> None:
         self.shape, self.candidate, self.cluster = shape, candidate, cluster
-        self.constants = calibration.constants
+        self.constants, self.measured_update = calibration.constants, calibration.update
+        self.element = 4 if candidate.precision == "fp32" else 2  # bytes of a weight or an activation where it is sent
         efficiency = calibration.efficiency(cluster.gpu, candidate.kernels)
         self.kernels = KernelModel(cluster.gpu, candidate.kernels, efficiency, self.constants)
 
@@ -156,7 +156,7 @@ class StepModel:
     def tensor_seconds(self) -> float:
         """Return the seconds of the collectives of tensor ranks in one forward of a block."""
         c = self.candidate
-        nbytes, group = c.tokens * self.shape.hidden * _WEIGHT, self.group(c.tensor, 1)
+        nbytes, group = c.tokens * self.shape.hidden * self.element, self.group(c.tensor, 1)
         if c.sequence_parallel:
             return 4 * gather_seconds(self.cluster, group, nbytes)
         return 2 * all_reduce_seconds(self.cluster, group, nbytes)
@@ -165,7 +165,7 @@ class StepModel:
         """Return what is not hidden of the keys and values that go round the ranks of a sequence, beside attention."""
         c = self.candidate
         keys = max(self.shape.kv_heads // c.tensor, 1) * self.shape.head_dim
-        nbytes = 2 * c.micro_batch * c.sequence * keys * _WEIGHT
+        nbytes = 2 * c.micro_batch * c.sequence * keys * self.element
         one = gather_seconds(self.cluster, self.group(c.context, c.tensor), nbytes)
         return max(0.0, one - forward.attention) + max(0.0, 2 * one - backward.attention)
 
@@ -190,7 +190,7 @@ class StepModel:
         if c.pipe == 1:
             return 0.0
         divided = c.tensor if c.sequence_parallel or c.kernels is not KernelGeneration.FLASH else 1
-        nbytes = c.tokens * self.shape.hidden * _WEIGHT / divided
+        nbytes = c.tokens * self.shape.hidden * self.element / divided
         near = 2 * c.world // c.pipe <= cluster.per_node
         rate = cluster.gpu.nvlink * NVLINK if near else cluster.nics / cluster.per_node * NETWORK
         return self.constants.sent * 2 * c.chunks * (nbytes / rate + _MESSAGE)
@@ -227,7 +227,7 @@ class StepModel:
     def _gather(self, numel: float, pieces: float = 1) -> float:
         if self.candidate.stage == 0:
             return 0.0
-        return pieces * gather_seconds(self.cluster, self.shard_group, numel * _WEIGHT / pieces)
+        return pieces * gather_seconds(self.cluster, self.shard_group, numel * self.element / pieces)
 
     @cached_property
     def _collectives(self) -> tuple[float, float]:
@@ -270,10 +270,12 @@ class StepModel:
         c, cluster = self.candidate, self.cluster
         numel = -(-self.shape.layers // c.pipe) * self._block_numel + self._outside_numel
         own = numel / (c.shard if c.stage else 1)
+        if self.measured_update and (cluster.gpu.is_host or not c.offload_optimizer):
+            return own * self.measured_update
         if not c.offload_optimizer:
             return own * (_FUSED_UPDATE if c.kernels is KernelGeneration.FUSED else _UPDATE) / self.kernels.bandwidth
         in_node = own * min(cluster.per_node, cluster.gpus)
-        copied = own * (c.wire_bytes + _WEIGHT) / cluster.gpu.host_link
+        copied = own * (c.wire_bytes + self.element) / cluster.gpu.host_link
         return in_node * _HOST_UPDATE / (_OF_HOST * cluster.host_bandwidth) + copied
 
 

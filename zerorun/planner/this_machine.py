@@ -1,25 +1,42 @@
-"""Measuring this machine: what the kernels of a block take here, for GPUs of which no run was published, and for CPUs."""
+"""Measuring this machine: what the kernels of a block take here, for GPUs of which no run was published, and for CPUs.
+
+Ranks on CPUs share cores and memory, so that each is slower than one alone: as many as will train measure at once.
+``python -m zerorun.launcher.cli --nproc-per-node 4 -m zerorun.planner.this_machine`` is what --ranks 4 starts.
+"""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from statistics import median
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..distributed.device import default_device, free_bytes, gpu_count, host_empty, on_gpu, synchronize
+from ..distributed.topology import Topology
+from ..distributed.transport import world
+from ..distributed.transport.communicator import Communicator
+from ..distributed.transport.process_group import init_distributed
+from ..errors import LaunchError
+from ..ops.single_pass import Adam
 from .calibration import fitted, save_local
 from .candidate import KernelGeneration, RunCandidate
-from .hardware import LOCAL, Gpu
+from .hardware import GB, LOCAL, TB, Gpu, gpu_of, local_file, local_values
 from .kernels import HBM, KernelModel
 from .links import NVLINK
 from .model_shape import ModelShape
 
-_STRETCHES = 5  # of each measurement; the best counts, as others may use the machine
+_STRETCHES = 5  # of each measurement; the one in the middle counts
+_STRETCH_SECONDS = 0.15
+_UPDATED = 1 << 21  # elements that an update is measured with
+_MESSAGES = 1 << 14, 1 << 24  # bytes that are gathered, for the time that each collective takes and for the rate
+_LIMIT_SECONDS = 600
 _LIMITS = 0.2, 1.5  # of an efficiency that can be meant
 
 
@@ -35,20 +52,6 @@ class _Sizes:
 
 _ON_CPU = _Sizes((256, 512, 1024), 64 << 20, ModelShape(1, 512, 8, 8, 64, 1536, 3, 1000), 512)
 _ON_GPU = _Sizes((4096, 8192), 1 << 30, ModelShape(1, 4096, 32, 32, 128, 11008, 3, 1000), 4096)
-
-
-@dataclass(frozen=True)
-class MeasuredMachine:
-    """``products``: FLOPs per second of matrix products in ``precision``. ``efficiency``: of these, that a block reaches.
-
-    ``gpu``: the device, or the CPU as if it were a GPU. ``host``: seconds in which the host issues a block.
-    """
-
-    gpu: Gpu
-    precision: str
-    products: float
-    efficiency: float
-    host: float
 
 
 class _TrialBlock(nn.Module):
@@ -71,50 +74,112 @@ class _TrialBlock(nn.Module):
         return x + self.down(F.silu(self.gate(inner)) * self.up(inner))
 
 
-def measure() -> MeasuredMachine:
-    """Measure the default device, and keep what was found for ``--gpus Nxlocal``. Takes less than a minute."""
+def calibrate(ranks: int) -> Iterator[str]:
+    """Measure this machine with ``ranks`` at once, and keep what was found. Takes about a minute. Yields lines on it.
+
+    Raises LaunchError if several ranks do not come to an end.
+    """
+    if ranks == 1:
+        measure(1)
+    else:
+        command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", str(ranks), "-m", __name__]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
+        if done.returncode:
+            raise LaunchError(f"{ranks} ranks could not measure this machine: {done.stderr.strip()[-2000:]}")
+    gpu, values = gpu_of(LOCAL, ranks), local_values(ranks)
+    kind, rate = ("fp32", gpu.matmul / 2) if gpu.is_host else ("bf16", gpu.matmul)
+    yield f"matrix products in {kind} {rate / TB:.3g} TFLOP/s, of which a block's reach {values['efficiency']:.2f}"
+    yield f"attention {gpu.attention[0] * gpu.peak / TB:.3g} TFLOP/s, device memory {gpu.hbm * HBM / GB:.3g} GB/s"
+    host, update = values["host"] * 1e3, values["update"] * 1e9
+    yield f"the host takes {host:.3g} ms for a block, an update {update:.3g} ns for a parameter"
+    if gpu.latency:
+        yield f"a gather takes {gpu.latency * 1e6:.3g} us, and {gpu.nvlink * NVLINK / GB:.3g} GB/s"
+    yield f"kept in {local_file()}: plan with --gpus {ranks}x{LOCAL}"
+
+
+def measure(ranks: int) -> None:
+    """Measure the default device, on all ``ranks`` of the process group at once. The first one keeps what was found."""
     device = default_device()
+    clock = _Clock(device, ranks)
     sizes = _ON_GPU if on_gpu(device) else _ON_CPU
     dtype = torch.bfloat16 if on_gpu(device) else torch.float32
-    products = max(2.0 * n**3 / _best(_product(n, dtype, device), device) for n in sizes.matrices)
+    products = max(2.0 * n**3 / clock.seconds(_product(n, dtype, device)) for n in sizes.matrices)
     rate = products if on_gpu(device) else 2 * products  # the model halves it for fp32
-    memory = 2 * sizes.copied / _best(_copy(sizes.copied, device, device), device) / HBM
-    link = sizes.copied / _best(_copy(sizes.copied, torch.device("cpu"), device), device)
+    memory = 2 * sizes.copied / clock.seconds(_copy(sizes.copied, device, device)) / HBM
+    latency, between = _links(clock, memory / 4, sizes.copied)
     gpu = Gpu(
         name=LOCAL,
         peak=rate,
         matmul=rate,
         fp8=1.0,
-        memory=float(free_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")),
+        memory=float(free_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / ranks,
         hbm=memory,
-        nvlink=(_between_gpus(sizes.copied) if on_gpu(device) else memory / 4) / NVLINK,
+        nvlink=between / NVLINK,
         multiprocessors=1,  # waves of tiles are in what is measured
-        attention=(_attention(sizes, dtype, device) / rate,) * 2,
+        attention=(_attention(clock, sizes, dtype) / rate,) * 2,
         nics=memory / 4,
-        host_link=link,
+        host_link=sizes.copied / clock.seconds(_copy(sizes.copied, torch.device("cpu"), device)),
+        latency=latency,
+        processes=ranks,
+        is_host=not on_gpu(device),
     )
-    host = _best(_step(replace(sizes.shape, hidden=64, ffn=64), 8, dtype, device), device)
+    host = clock.seconds(_step(replace(sizes.shape, hidden=64, ffn=64), 8, dtype, device))
     constants = replace(fitted().constants, host=host)
     precision = "bf16" if on_gpu(device) else "fp32"
     candidate = RunCandidate(1, sequence=sizes.sequence, precision=precision)
     forward, backward = KernelModel(gpu, KernelGeneration.FLASH, 1.0, constants).block(sizes.shape, candidate)
     work = forward + backward
-    left = _best(_step(sizes.shape, sizes.sequence, dtype, device), device) - work.attention - work.traffic
+    left = clock.seconds(_step(sizes.shape, sizes.sequence, dtype, device)) - work.attention - work.traffic
     efficiency = min(max(work.products / left if left > 0 else _LIMITS[1], _LIMITS[0]), _LIMITS[1])
-    save_local(gpu, efficiency, host)
-    return MeasuredMachine(gpu, precision, products, efficiency, host)
+    update = clock.seconds(_update(device)) / _UPDATED
+    if ranks == 1 or world.rank() == 0:
+        save_local(gpu, efficiency, host, update)
 
 
-def _best(run: Callable[[], object], device: torch.device) -> float:
-    """Return the least seconds of a call, after one that does not count."""
-    found = []
-    for _ in range(_STRETCHES + 1):
-        synchronize(device)
+class _Clock:
+    """Times what all ranks do at once."""
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self.device, self.ranks = device, ranks
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Return the seconds of a call, the mean over ranks. The first call does not count."""
+        self._stretch(run, 1)
+        count = max(1, int(_STRETCH_SECONDS / self._mean(self._stretch(run, 1))))
+        return self._mean(median(self._stretch(run, count) for _ in range(_STRETCHES)))
+
+    def _stretch(self, run: Callable[[], object], count: int) -> float:
+        if self.ranks > 1:
+            world.barrier("a stretch of measuring")
+        synchronize(self.device)
         begun = time.perf_counter()
-        run()
-        synchronize(device)
-        found.append(time.perf_counter() - begun)
-    return min(found[1:])
+        for _ in range(count):
+            run()
+        synchronize(self.device)
+        return (time.perf_counter() - begun) / count
+
+    def _mean(self, seconds: float) -> float:
+        return sum(world.gather_values(seconds)) / self.ranks if self.ranks > 1 else seconds
+
+
+def _links(clock: _Clock, guess: float, nbytes: int) -> tuple[float, float]:
+    """Return (seconds of a collective without bytes, bytes per second and rank of a gather)."""
+    if clock.ranks == 1:
+        return 0.0, _between_gpus(clock, nbytes) if on_gpu(clock.device) else guess
+    topology = Topology.create(clock.ranks, world.rank(), device_type=clock.device.type)
+    communicator = Communicator(topology, clock.device)
+    seconds = [clock.seconds(_gather(communicator, size // 4 // clock.ranks)) for size in _MESSAGES]
+    communicator.fence()
+    moved = [size * (clock.ranks - 1) / clock.ranks for size in _MESSAGES]
+    rate = (moved[1] - moved[0]) / max(seconds[1] - seconds[0], 1e-9)
+    return max(seconds[0] - moved[0] / rate, 1e-6), rate
+
+
+def _gather(communicator: Communicator, part: int) -> Callable[[], object]:
+    """``part``: elements of each rank."""
+    bounds = [part * rank for rank in range(world.size() + 1)]
+    buffer = torch.zeros(bounds[-1], device=communicator.device)
+    return lambda: communicator.dense.all_gather(buffer, bounds, "measuring").wait()
 
 
 def _product(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
@@ -131,23 +196,35 @@ def _copy(nbytes: int, source: torch.device, target: torch.device) -> Callable[[
     return lambda: into.copy_(given, non_blocking=True)
 
 
-def _between_gpus(nbytes: int) -> float:
+def _between_gpus(clock: _Clock, nbytes: int) -> float:
     """Return the bytes per second from one GPU to another; of the device's own memory if there is only one."""
     second = torch.device("cuda", min(1, gpu_count() - 1))
-    return nbytes / _best(_copy(nbytes, torch.device("cuda", 0), second), second)
+    return nbytes / clock.seconds(_copy(nbytes, clock.device, second))
 
 
-def _attention(sizes: _Sizes, dtype: torch.dtype, device: torch.device) -> float:
+def _attention(clock: _Clock, sizes: _Sizes, dtype: torch.dtype) -> float:
     """Return the FLOPs per second of causal attention, forward and backward together."""
     shape, length = sizes.shape, sizes.sequence
     q, k, v = (
-        torch.randn(1, shape.heads, length, shape.head_dim, device=device).to(dtype).requires_grad_() for _ in range(3)
+        torch.randn(1, shape.heads, length, shape.head_dim, device=clock.device).to(dtype).requires_grad_()
+        for _ in range(3)
     )
     flops = 3.5 * 2.0 * length * length * shape.heads * shape.head_dim
-    return flops / _best(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward(), device)
+    return flops / clock.seconds(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward())
 
 
 def _step(shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
     block = _TrialBlock(shape).to(device=device, dtype=dtype)
     given = torch.randn(1, tokens, shape.hidden, device=device).to(dtype).requires_grad_()
     return lambda: block(given).sum().backward()
+
+
+def _update(device: torch.device) -> Callable[[], object]:
+    param = nn.Parameter(torch.zeros(_UPDATED, device=device))
+    param.grad = torch.ones_like(param)
+    return Adam([param], lr=1e-3).step
+
+
+if __name__ == "__main__":
+    init_distributed()
+    measure(world.size())
