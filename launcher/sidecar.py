@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from zerorun.errors import LaunchError
@@ -197,7 +198,7 @@ class Sidecar:
         self.begun = time.monotonic()
         self.places: dict[int, _Host] = {}
         self.ends: dict[int, WorkerEnd] = {}
-        self._listener, self._secret = listener, secret
+        self._secret = secret
         self._several, self._world_size = listener is not None, world_size
         self._selector = selectors.DefaultSelector()
         self.hangs = Hangs(world_size, self._host_of, _say, self._ask_stacks, self._show_slow)
@@ -206,7 +207,7 @@ class Sidecar:
         self._guests: list[_Host] = []
         if listener is not None:
             listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ, self._accept)
+            self._selector.register(listener, selectors.EVENT_READ, partial(self._accept, listener))
 
     def run(self) -> None:
         """Return when no rank is left, or the job has been ended."""
@@ -230,10 +231,9 @@ class Sidecar:
     def _there(self) -> list[tuple[_Host, GuestNode]]:
         return [(host, host.node) for host in self._guests if isinstance(host.node, GuestNode)]
 
-    def _accept(self) -> None:
-        assert self._listener is not None
+    def _accept(self, listener: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            connection, address = self._listener.accept()
+            connection, address = listener.accept()
             host = _Host(str(address[0]), self)
             host.node = guest = _Colleague(host, connection, self._secret, self._selector, self._world_size)
             self._guests.append(host)
