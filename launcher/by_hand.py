@@ -128,6 +128,7 @@ class LeadingJob(Job):
     """
 
     _may_share_machines = True  # a user may try it out with several nodes on one machine
+    _can_reconnect = False  # a lost host must join again
 
     def __init__(
         self,

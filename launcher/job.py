@@ -14,8 +14,9 @@ Everything happens in one thread and one ``select`` loop. What ends a job:
 * *The launcher is killed.* See bootstrap.py for its own workers. The lines to other hosts break, and agents end theirs.
 
 A job that has failed is started again as a whole while restarts are left, on a new port unless the user has chosen one.
-Lost hosts are tried again; they are left out if they do not come back and at least ``min_nodes`` hosts remain. A failure at
-the start, and three restarts in a row without a new step, are final (restarts.py).
+Lost hosts are tried again, also while the job goes on without them (reserve.py); they are left out if they do not come back
+and at least ``min_nodes`` hosts remain. A failure at the start, and three restarts in a row without a new step, are final
+(restarts.py).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from .node import STREAMS, log_file, make_log_dir
 from .outcome import SETTLE_SECONDS, Round
 from .outputs import Outputs
 from .remote import Node, OwnNode, RemoteNode
-from .reserve import HostPlaces
+from .reserve import HostPlaces, Returning
 from .restarts import Restarts
 from .sbatch import REQUEUE_STATUS
 
@@ -64,6 +65,7 @@ class Job:
     """Runs ``request``; :meth:`run` returns the exit status of the launcher."""
 
     _may_share_machines = False
+    _can_reconnect = True
 
     def __init__(self, request: LaunchRequest, options: JobOptions) -> None:
         self._request, self._options = request, options
@@ -74,6 +76,12 @@ class Job:
         self.hangs = Hangs(0, lambda _: None, self.say, lambda _: None, lambda *_: None)
         self._meeting = Meeting(options.master_addr, options.master_port, self._await)
         self._places = HostPlaces([host.name for host in request.hosts], request.spares)
+        by_name = {host.name: host for host in request.hosts}
+        self._returning = Returning(
+            lambda name: _reach(by_name[name], self, self._selector, options),
+            lambda node: _unfit([node], request),
+            lambda: {"grace": options.grace, **self._place()},
+        )
         self._restarts = Restarts(options.max_restarts, self.say)
         self._stopped = False  # a signal has asked for the end: no restart follows
 
@@ -132,7 +140,7 @@ class Job:
         dispatch(self._selector, timeout)
         self._outputs.drain()
         now = time.monotonic()
-        for node in (*self._nodes, *self._spares):
+        for node in (*self._nodes, *self._spares, *self._returning.nodes):
             node.tick(now)
         for node in self._nodes:
             node.pause(self._outputs.congested)
@@ -166,8 +174,7 @@ class Job:
             _refuse(problems)
         elif problems:
             self.say("\n  ".join([f"[zerorun] {len(nodes)} hosts take part, without", *problems]))
-        _refuse(_other_versions(nodes))
-        _refuse(_missing_cores(nodes, self._request.core_list or ()))
+        _refuse(_unfit(nodes, self._request))
         if not self._may_share_machines:
             _refuse(_same_machines(nodes))
         self._nodes = nodes
@@ -183,9 +190,8 @@ class Job:
                 nodes.append(self._own_node(host.name))
                 continue
             self._until(lambda: sum(not _greeted(node) for node in waiting) < FAN_OUT, seconds)
-            node = RemoteNode(host.name, self._selector, self, self.say)
             try:
-                node.open(carrier)
+                node = _reach(host, self, self._selector, self._options)
             except FileNotFoundError:
                 raise LaunchError(f"cannot run {carrier[0]!r}: no such program. Remedy: install it.") from None
             except OSError as error:
@@ -297,6 +303,13 @@ class Job:
         note = current.early_note(now)
         if note is not None:
             self.say(f"[zerorun] {note}")
+        if self._can_reconnect and self._restarts.left and not current.stopping:
+            alive = [node.name for node in (*self._nodes, *self._spares) if node.lost is None]
+            back = self._returning.tick(now, self._places.lost(alive))
+            self._spares += back
+            for node in back:
+                self.say(f"[zerorun] {node.name} is back, in reserve")
+            _keep_warm(back, self._request, self._options, self.say)
 
     def on_output(self, rank: int, stream: str, chunk: bytes) -> None:
         if self._round is not None:
@@ -373,8 +386,9 @@ class Job:
         missing = [by_name[name] for name in self._places.missing(alive)]
         enough = wanted if self._options.min_nodes is None else self._options.min_nodes
         seconds = BACK_SECONDS if len(self._nodes) >= enough else CONNECT_SECONDS
+        self._returning.give_up([host.name for host in missing])
         back = [node for node in self._open(missing, seconds) if node.lost is None] if missing else []
-        _refuse(_other_versions(back))
+        _refuse(_unfit(back, self._request))
         self._nodes += back
         self._take_places()
         if len(self._nodes) < enough:
@@ -387,7 +401,7 @@ class Job:
 
     def _close(self, status: int) -> None:
         self._meeting.release()
-        nodes = [*self._nodes, *self._spares]
+        nodes = [*self._nodes, *self._spares, *self._returning.nodes]
         for node in nodes:
             node.leave(status)
         deadline = time.monotonic() + LEAVE_SECONDS
@@ -422,6 +436,19 @@ def _refuse(problems: Sequence[str]) -> None:
 
 def _greeted(node: RemoteNode) -> bool:
     return bool(node.facts) or node.lost is not None
+
+
+def _reach(host: Host, job: Job, selector: selectors.BaseSelector, options: JobOptions) -> RemoteNode:
+    """Begin to connect to another host. Raises OSError."""
+    node, carrier = RemoteNode(host.name, selector, job, job.say), options.carrier(host)
+    assert carrier is not None  # it is not the launcher's own
+    node.open(carrier)
+    return node
+
+
+def _unfit(nodes: Sequence[Node], request: LaunchRequest) -> list[str]:
+    """Say which of ``nodes`` cannot take part, and why."""
+    return _other_versions(nodes) or _missing_cores(nodes, request.core_list or ())
 
 
 def _other_versions(nodes: Sequence[Node]) -> list[str]:

@@ -104,6 +104,26 @@ def test_a_spare_takes_the_place_of_a_lost_host(cluster: Cluster, tmp_path: Path
     assert_nothing_left(cluster, 0.5)
 
 
+@pytest.mark.nightly
+def test_a_host_that_comes_back_is_in_reserve(cluster: Cluster, tmp_path: Path) -> None:
+    """While the job goes on: it takes the place of the next one that is lost, at once."""
+    script = NOTE + "meet()\nif attempt < 2: time.sleep(100)\nprint('host', rank, os.uname().nodename, flush=True)\n"
+    told = tmp_path / "told"
+    with told.open("w") as stderr:
+        job = Job(cluster, tmp_path, script, "--max-restarts=2", "--spares=1", hosts=3, stderr=stderr)
+    wait_for(lambda: len(list(tmp_path.glob("here.0.*"))) == 2, 20, "all ranks run")
+    cluster[1].crash()
+    cluster[1].boot()
+    wait_for(lambda: "node1 is back, in reserve" in told.read_text(), 40, "the lost host is in reserve")
+    cluster[2].crash()
+    code, out, _ = job.finish(60)
+    err = told.read_text()
+    assert code == 0, err
+    assert "node2 takes the place of node1" in err and "node1 takes the place of node2" in err
+    assert "host 1 node1" in out
+    assert_nothing_left(cluster, 0.5)
+
+
 @pytest.mark.parametrize("how", by_day(("crash", "power_off"), "crash"))
 def test_first_host_is_lost(cluster: Cluster, tmp_path: Path, how: str) -> None:
     """The rendezvous moves to the next host. The launcher is on host 0, so host 0 is left out of the job here."""

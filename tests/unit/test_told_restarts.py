@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -14,7 +15,9 @@ import pytest
 from harness import patience
 
 from zerorun.launcher.failures import WorkerEnd, fails_again
-from zerorun.launcher.reserve import HostPlaces
+from zerorun.launcher.loop import dispatch
+from zerorun.launcher.remote import RemoteNode
+from zerorun.launcher.reserve import FIRST_S, HostPlaces, Returning
 from zerorun.launcher.restarts import Attempt, Restarts
 from zerorun.watch.board import RankProgress
 
@@ -140,6 +143,57 @@ def test_spares_take_the_places_of_the_lost() -> None:
     assert places.fill("ac") == [] and places.missing("ac") == ["d", "b", "e"]
     assert places.fill("abc") == [("d", "b")] and places.names == ["a", "b", "c"] and places.reserve == ["d", "e"]
 
+
+class Deaf:
+    """A listener for hosts that say nothing but that they are there."""
+
+    hangs = None
+
+    def ignore(self, *_: object) -> None: ...
+
+    on_note = on_signal = on_end = on_empty = on_output = ignore
+
+
+def test_lost_hosts_are_tried_until_they_are_back(tmp_path: Path) -> None:
+    """Each time later than before. One that cannot take part is told nothing, and no carrier is left."""
+    selector, carriers = selectors.DefaultSelector(), {"down": ["false"], "old": AGENT, "back": ["false"]}
+    tried: list[str] = []
+
+    def connect(name: str) -> RemoteNode:
+        tried.append(name)
+        node = RemoteNode(name, selector, Deaf(), lambda _: None)  # type: ignore[arg-type]
+        node.open(carriers[name])
+        return node
+
+    about = {"cwd": str(tmp_path), "env": {}, "script": None, "log_dir": None, "grace": 0.1}
+    returning = Returning(connect, lambda node: ["another version"] if node.name == "old" else [], lambda: about)
+
+    def look(at: float) -> list[str]:
+        """Which are ready, after whoever has connected at the moment ``at`` has answered or ended."""
+        ready = returning.tick(at, list(carriers))
+        while returning.nodes:
+            dispatch(selector, 0.05)
+            for node in returning.nodes:
+                node.tick(time.monotonic())
+            ready += returning.tick(at, [])
+        for node in ready:
+            node.leave(0)
+            wait_until(lambda node=node: node.gone)  # type: ignore[misc]
+            node.close()
+        return [node.name for node in ready]
+
+    assert look(0.0) == [] and tried == []
+    assert look(FIRST_S) == [] and tried == ["down", "old", "back"]
+    carriers["back"] = AGENT
+    assert look(2.5 * FIRST_S) == [] and len(tried) == 3
+    assert look(3 * FIRST_S) == ["back"] and len(tried) == 6
+    del carriers["back"]
+    assert look(6.5 * FIRST_S) == [] and len(tried) == 6
+    assert look(7 * FIRST_S) == [] and len(tried) == 8
+    assert not selector.get_map()
+
+
+AGENT = [sys.executable, "-m", "zerorun.launcher.agent"]
 
 KEEPS = """\
 import os, sys, time
