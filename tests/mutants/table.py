@@ -2212,6 +2212,14 @@ MUTANTS = (
         ("tests/unit/test_told_restarts.py::test_spares_take_the_places_of_the_lost",),
     ),
     Mutant(
+        "a-lost-host-is-tried-without-pause",
+        "bound",
+        "launcher/reserve.py",
+        "            if due.node is None and now >= due.at:",
+        "            if due.node is None:",
+        ("tests/unit/test_told_restarts.py::test_lost_hosts_are_tried_until_they_are_back",),
+    ),
+    Mutant(
         "copies-are-not-compared",
         "swallowed",
         "zerorun/checkpoint/partners.py",
