@@ -288,7 +288,7 @@ class Remembered:
     name: str
     lost: str | None = None
     trouble: str | None = None
-    facts: dict[str, str] = dataclasses.field(default_factory=lambda: {"version": zerorun.__version__})
+    facts: dict[str, object] = dataclasses.field(default_factory=lambda: {"version": zerorun.__version__, "cores": [0]})
 
 
 @pytest.mark.parametrize(("lost", "back"), [("n1", ["n1"]), ("n2", ["n2"]), ("n1", []), ("n3", ["n3"])])
