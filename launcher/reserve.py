@@ -1,4 +1,4 @@
-"""Reserve: which host has which place in a job, and how lost hosts come back. A replacement gets the place and its ranks."""
+"""Reserve: which host has which place in a job, and how lost hosts come back. A replacement gets place and ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FIRST_S, _LONGEST_S = 1.0, 60.0  # until a lost host is tried; each failure doub
 
 @dataclass
 class Try:
-    """Of a lost host. ``at``: when it is due, or has taken too long; ``delay``: seconds between the last one and the next."""
+    """Of a lost host. ``at``: when it is due, or has taken too long; ``delay``: seconds until the next one after it."""
 
     at: float
     delay: float = FIRST_S
