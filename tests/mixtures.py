@@ -38,6 +38,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe": ("Qwen3Moe", {**WIDE, "num_experts": 8, "head_dim": 8}),
     "deepseek-v2": ("DeepseekV2", {**LATENT, "n_group": 1}),
     "deepseek-v3": ("DeepseekV3", {**LATENT, "n_group": 2}),
+    "ernie": ("Ernie4_5_Moe", {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}),
     "gpt-oss": ("GptOss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "sliding_window": 4}),
 }
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,19 @@ import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
 from mixtures import ids_of, make, routers
+from races import looking_for_races
 from reference import OPTIMIZERS, Result, differences
+from simulation import simulated_device
 from training import make_config, merged
 
 import zerorun
 from zerorun.checkpoint.tensorfile import TensorFile
+from zerorun.distributed.transport.statistics import Pending
+from zerorun.distributed.transport.transport import Transport
 from zerorun.engine.pipeline_engine import PipelineEngine
+from zerorun.experts.dispatch import Dispatch
 from zerorun.experts.known_experts import find_experts
+from zerorun.experts.later import Shared, Steps, result_of
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install -e '.[test]'")
 
@@ -145,14 +152,82 @@ KEYS: dict[str, tuple[int, dict[str, Any]]] = {
     ),
     "hybrid": (3, {"zero_optimization": {"shard_degree": 2}}),
     "divided sequences": (3, {"sequence_parallel_size": 2}),
+    "compiled": (1, {"compile": {"enabled": True, "backend": "eager"}}),
 }
 
 
 @pytest.mark.parametrize("family", by_day(["mixtral", "deepseek-v3"], "deepseek-v3"))
-@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("keys", by_day(KEYS, *(name for name in KEYS if name != "compiled")))
 def test_keys(keys: str, family: str) -> None:
     stage, changes = KEYS[keys]
     check(family, 4 if keys == "hybrid" else 2, config_of(stage, 2, **changes))
+
+
+# -- beside shared experts ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _noting(seen: list[str]) -> Iterator[None]:
+    """In the block, exchanges of rows and shared experts write down when they begin and end."""
+    exchange, steps = Transport.all_to_all, Shared._steps
+
+    def noted_exchange(self: Transport, sent: Any, received: Any, label: str) -> Pending:
+        seen.append(f"begin {label}")
+        return Pending(self.statistics, label, [exchange(self, sent, received, label)], lambda: seen.append(f"end {label}"))
+
+    def noted_steps(self: Shared, args: Any, kwargs: Any) -> Steps:
+        own = steps(self, args, kwargs)
+        next(own)
+        yield
+        seen.append("begin shared")
+        made = result_of(own)
+        seen.append("end shared")
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "all_to_all", noted_exchange)
+        patch.setattr(Shared, "_steps", noted_steps)
+        yield
+
+
+def _train_beside(family: str, config: dict[str, Any], way: str) -> tuple[Run, Run, list[str]]:
+    """Returns (what training gives, the same if one thing is done after the other, the events of the first)."""
+    seen: list[str] = []
+    with ExitStack() as stack:
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv("ZERORUN_PEER_MEMORY", "0" if way == "messages" else "1")
+        if way in ("device", "races"):
+            stack.enter_context(simulated_device())
+        if way == "races":
+            stack.enter_context(looking_for_races())
+        with _noting(seen):
+            found = _train(family, config, {})
+        patch.setattr(Dispatch, "_defers", lambda self: False)
+        return found, _train(family, config, {}), seen
+
+
+WAYS = ("memory", "messages", "device", "races")
+BESIDE = [(way, family, stage) for way in WAYS for family in ("deepseek-v3", "qwen2-moe", "ernie") for stage in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("way", "family", "stage"), by_day(BESIDE, ("messages", "qwen2-moe", 2), ("races", "deepseek-v3", 3))
+)
+def test_rows_travel_beside_shared_experts(way: str, family: str, stage: int) -> None:
+    """Exchanges begin before shared experts, or their half, and are waited for after: with the same bits."""
+    there, back = "experts: dispatch forward", "experts: combine forward"
+    layer = [f"begin {there}", "begin shared", f"end {there}", f"begin {back}", "end shared", f"end {back}"]
+    config = config_of(stage, 2)
+    wanted = reference(family, 2, config, {})
+    for found, other, seen in run_ranks(2, _train_beside, family, config, way, timeout_s=120.0):
+        assert not differences(found, wanted)
+        assert (found.losses, found.norms) == (other.losses, other.norms)
+        assert all(torch.equal(value, other.weights[name]) for name, value in found.weights.items())
+        forward = [event for event in seen if "counts" not in event and "backward" not in event]
+        assert forward == layer * (len(forward) // 6) and len(forward) == 6 * STEPS * len(found.loads[0])
+
+
+# -- pipelines ---------------------------------------------------------------------------------------------------
 
 
 def _train_in_stages(config: dict[str, Any]) -> Run:

@@ -256,6 +256,160 @@ def test_one_region_with_two_calls_of_a_layer() -> None:
     compare(model, on_ranks(model, 2, loss_of), loss_of)
 
 
+# -- beside shared experts ----------------------------------------------------------------------------------------
+
+# Shared experts are called after the others, before the router, and before it with the sum in the other order.
+SHARED = by_day(["deepseek-v3", "qwen2-moe", "ernie"], "deepseek-v3", "qwen2-moe")
+THERE, BACK = "experts: dispatch", "experts: combine"
+IN_ORDER = [
+    *(f"begin {THERE} forward", "up", f"end {THERE} forward", f"begin {BACK} forward", "down", f"end {BACK} forward"),
+    *(f"begin {BACK} backward", "down", f"end {BACK} backward", f"begin {THERE} backward", "up", f"end {THERE} backward"),
+]
+
+
+class _Noting:
+    """An axis, and a collective that has begun: they write down when exchanges of rows begin and end."""
+
+    def __init__(self, inner: Any, seen: list[str], label: str = "") -> None:
+        self.inner, self.seen, self.label = inner, seen, label
+        self.rank, self.size, self.broadcast = inner.rank, inner.size, inner.broadcast
+
+    def all_to_all(self, sent: Any, received: Any, label: str) -> Any:
+        self.inner.all_to_all(sent, received, label)
+        if "counts" not in label:
+            self.seen.append(f"begin {label}")
+        return _Noting(self.inner, self.seen, label)
+
+    def wait(self) -> None:
+        if "counts" not in self.label and self.seen[-1] != f"end {self.label}":
+            self.seen.append(f"end {self.label}")
+
+
+def shared_of(model: nn.Module) -> list[Any]:
+    return [shared for experts in find_experts(model) for shared in experts.shared]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("family", SHARED)
+def test_rows_travel_beside_shared_experts(family: str, recomputes: bool) -> None:
+    """There beside their first layers, back beside the last, in forward and in backward."""
+    model = make(family, num_hidden_layers=2 if family == "deepseek-v3" else 1)
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def work(axis: ThreadAxis) -> list[str]:
+        own, seen = copy.deepcopy(model), []
+        (shared,) = shared_of(own)
+        spread(find_experts(own), _Noting(axis, seen))  # type: ignore[arg-type]
+        for word, part in (("up", shared.up_proj), ("down", shared.down_proj)):
+            part.register_forward_hook(lambda *unused, word=word: seen.append(word))
+            part.weight.register_hook(lambda grad, word=word: seen.append(word))
+        own_loss(own, axis.rank).backward()
+        return seen
+
+    for seen in on_threads(2, work):
+        assert seen == IN_ORDER[:6] * (2 if recomputes else 1) + IN_ORDER[6:]
+
+
+def test_what_is_begun_is_awaited() -> None:
+    """A recomputation ends where it has found what backward needs: here, with the shared experts."""
+    block = make("deepseek-v3").model.layers[1].mlp
+    for name, param in block.named_parameters():
+        param.requires_grad_("shared" in name)
+
+    def work(axis: ThreadAxis) -> list[str]:
+        own, seen = copy.deepcopy(block), []
+        spread(find_experts(own), _Noting(axis, seen))  # type: ignore[arg-type]
+        checkpoint(own, torch.ones(2, 3, 32), use_reentrant=False).square().sum().backward()
+        return seen
+
+    for seen in on_threads(2, work):
+        assert seen[4:] == seen[:4] and seen[2:4] == [f"begin {BACK} forward", f"end {BACK} forward"]
+
+
+def one_after_the_other(model: nn.Module, rank: int) -> torch.Tensor:
+    """Nothing is put off where a hook looks at what experts return."""
+    for experts in find_experts(model):
+        experts.module.register_forward_hook(lambda *unused: None)
+    return own_loss(model, rank)
+
+
+def looked_at_in_forward(model: nn.Module, rank: int) -> torch.Tensor:
+    """Hooks are there in forward, and gone when it is recomputed."""
+    handles = [experts.module.register_forward_hook(lambda *unused: None) for experts in find_experts(model)]
+    loss = own_loss(model, rank)
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
+def watched_by_autograd(model: nn.Module, rank: int) -> torch.Tensor:
+    with torch.autograd.detect_anomaly():
+        loss = own_loss(model, rank)
+        loss.backward(retain_graph=True)
+    model.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("loss_of", [one_after_the_other, looked_at_in_forward])
+@pytest.mark.parametrize("family", SHARED)
+def test_bits_are_those_of_one_after_the_other(family: str, loss_of: Loss, recomputes: bool) -> None:
+    model = make(family)
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for one, other in zip(on_ranks(model, 2), on_ranks(model, 2, loss_of), strict=True):
+        assert torch.equal(one.loss, other.loss)
+        assert all(torch.equal(gradient, other.gradients[name]) for name, gradient in one.gradients.items())  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_autograd_that_looks_for_nan_finds_none() -> None:
+    model = make("deepseek-v3")
+    compare(model, on_ranks(model, 2, watched_by_autograd))
+
+
+class _Block(nn.Module):
+    """``changes``: in place, what shared experts were given. ``drops``: what they make is not used."""
+
+    def __init__(self, changes: bool = False, drops: bool = False) -> None:
+        super().__init__()
+        inner = make("qwen2-moe").model.layers[0].mlp
+        self.gate, self.experts, self.shared = inner.gate, inner.experts, inner.shared_expert
+        self.changes, self.drops = changes, drops
+
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = hidden.view(-1, hidden.shape[-1]).clone()
+        shared = self.shared(rows)
+        _, weights, index = self.gate(rows)
+        if self.changes:
+            rows *= 2
+        routed = self.experts(rows, index, weights)
+        return routed.reshape(hidden.shape), shared if self.drops else routed.view_as(hidden) + shared.view_as(hidden)
+
+
+def test_a_block_returns_tensors() -> None:
+    def work(axis: ThreadAxis) -> list[torch.Tensor]:
+        block = _Block(drops=True)
+        spread(find_experts(block), axis)
+        return list(block(torch.ones(2, 3, 32)))
+
+    for found in on_threads(2, work):
+        wanted = _Block(drops=True)(torch.ones(2, 3, 32))
+        assert [type(tensor) for tensor in found] == [torch.Tensor] * 2
+        torch.testing.assert_close(found, list(wanted))
+
+
+def test_what_shared_experts_were_given_must_stay() -> None:
+    def work(axis: ThreadAxis) -> None:
+        block = _Block(changes=True)
+        spread(find_experts(block), axis)
+        block(torch.ones(2, 3, 32))
+
+    with pytest.raises(ModelError, match=r"Qwen2MoeMLP, the shared .* changed in place .* Remedy: make a new tensor"):
+        on_threads(2, work)
+
+
 # -- bytes --------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +475,19 @@ def test_undone() -> None:
         assert experts.num_experts == 4
         assert not {"forward", "tensor_shards"} & vars(experts).keys()
         assert all(torch.equal(value, before[name]) for name, value in own.state_dict().items())
+
+
+def test_shared_experts_are_as_before() -> None:
+    def work(axis: ThreadAxis) -> Any:
+        own = make("qwen2-moe")
+        for step in reversed(spread(find_experts(own), axis)):
+            step()
+        return own
+
+    for own in on_threads(2, work):
+        for block in (layer.mlp for layer in own.model.layers):
+            assert "forward" not in vars(block.shared_expert)
+            assert not block._forward_hooks and not block.shared_expert.down_proj._forward_pre_hooks
 
 
 def test_rank_zeros_values_count() -> None:

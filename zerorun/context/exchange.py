@@ -45,7 +45,7 @@ def _to_heads(tensors: Sequence[torch.Tensor], rows: Rows, label: str) -> list[t
     shapes = [(x.shape[0], _own(x.shape[1], rank, size), x.shape[3]) for x in tensors]
     lengths = [high - low for low, high in pairwise(rows.bounds)]
     received = [sent[0].new_empty(sum(b * h * length * d for b, h, d in shapes)) for length in lengths]
-    rows.axis.all_to_all(sent, received, label)
+    _exchange(sent, received, rows, label)
     found: list[list[torch.Tensor]] = [[] for _ in tensors]
     for flat, length in zip(received, lengths, strict=True):
         parts = flat.split([b * h * length * d for b, h, d in shapes])
@@ -62,7 +62,7 @@ def _to_rows(tensors: Sequence[torch.Tensor], counts: Sequence[int], rows: Rows,
     shapes = [(x.shape[0], x.shape[1], rows.count, x.shape[3]) for x in tensors]  # each rank has as many heads
     each = [b * h * n * d for b, h, n, d in shapes]
     received = [sent[0].new_empty(sum(each)) for _ in range(size)]
-    rows.axis.all_to_all(sent, received, label)
+    _exchange(sent, received, rows, label)
     pieces = [flat.split(each) for flat in received]
     found = []
     for number, (shape, count) in enumerate(zip(shapes, counts, strict=True)):
@@ -73,6 +73,10 @@ def _to_rows(tensors: Sequence[torch.Tensor], counts: Sequence[int], rows: Rows,
             parts = parts.view(b, count, size * h // count, n, d).to(exact).sum(2).to(parts.dtype)
         found.append(parts.reshape(b, count, n, d))
     return found
+
+
+def _exchange(sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], rows: Rows, label: str) -> None:
+    rows.axis.all_to_all(sent, received, label).wait()
 
 
 def _own(count: int, rank: int, size: int) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,8 +27,9 @@ from ..errors import ModelError
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.collectives import gather_rows, split_rows
 from .known_experts import Experts, arguments, is_eager
+from .later import Later, Shared, Steps, result_of
 from .replay import Replay, Route, next_node
-from .row_exchange import exchange, moved
+from .row_exchange import Exchange, Rows, begin, end
 
 _ALIKE = 0.05  # relative: bf16 rounds to a hundredth; what is added up in another way differs in the first digit
 
@@ -36,7 +38,7 @@ class Dispatch:
     """Replaces ``module.forward``. ``axis``: the ranks that have the experts between them, as many each.
 
     ``tensor``: the tensor ranks, if there are several. ``loads`` [experts]: the rows that this rank has sent to each expert
-    in training, since the last ``take_loads``; on the CPU.
+    in training, since the last ``take_loads``; on the CPU. ``shared``: what replaces the forwards of shared experts.
     """
 
     def __init__(self, experts: Experts, axis: Axis, tensor: Axis | None) -> None:
@@ -45,24 +47,45 @@ class Dispatch:
         self._module, self._own = experts.module, experts.module.forward
         self._arguments, self._replay = arguments(experts.module), Replay()
         self._tried = False
+        self.shared = {module: Shared(module, self._defers, self._is_under_way) for module in experts.shared}
+        self._last: weakref.ref[Later] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         call = self._call_uncompiled if "torch._dynamo" in sys.modules else self._call
-        return call(*args, **kwargs)
+        return call(args, kwargs, not torch.compiler.is_compiling() and self._defers())
 
-    def _call(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _call(self, args: Any, kwargs: Any, defers: bool) -> torch.Tensor:
         given = {**dict(zip(self._arguments, args, strict=False)), **kwargs}
         hidden, index, weights = (given[name] for name in self._arguments)
         self._check(hidden, index, weights)
-        rows = hidden.reshape(-1, hidden.shape[-1])
-        if self.tensor is None:
-            return self._spread(rows, index, weights).view_as(hidden)
-        axis, bounds = self.tensor, even_bounds(len(rows), self.tensor.size)
-        rows, weights = split_rows(rows, axis, bounds), split_rows(weights, axis, bounds)
-        made = self._spread(rows, index[bounds[axis.rank] : bounds[axis.rank + 1]], weights)
-        return gather_rows(made, axis, bounds).view_as(hidden)
+        steps = self._steps(hidden, index, weights, defers)
+        if not defers:
+            return result_of(steps)
+        made = Later(steps, [other for shared in self.shared.values() for other in shared.waiting()])
+        self._last = weakref.ref(made)
+        return made
 
     _call_uncompiled = torch._disable_dynamo(_call)  # the compiler does not know what ranks do
+
+    # -- beside shared experts ------------------------------------------------------------------------------------
+
+    def _defers(self) -> bool:
+        """True if the block may go on while rows are on their way: it has shared experts, and nobody looks at what they and
+        these experts return. What runs again does as it did the first time: autograd counts on the order."""
+        if not self.shared:
+            return False
+        route = self._replay.recall()
+        return not any(map(_is_watched, (self._module, *self.shared))) if route is None else route.defers
+
+    def _is_under_way(self) -> bool:
+        last = None if self._last is None else self._last()
+        return last is not None and last.is_open
+
+    def go_on(self, *unused: Any) -> None:
+        """Shared experts are half-way: let the rows that have come be computed, and go back beside the other half."""
+        last = None if torch.compiler.is_compiling() or self._last is None else self._last()
+        if last is not None:
+            last.go_on()
 
     def take_loads(self) -> list[int]:
         """Return ``loads``, which begin anew."""
@@ -79,7 +102,17 @@ class Dispatch:
                 "remove the section expert_parallel."
             )
 
-    def _spread(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _steps(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, defers: bool) -> Steps:
+        """The whole call. It is interrupted where rows are on their way."""
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        if self.tensor is None:
+            return (yield from self._spread(rows, index, weights, defers)).view_as(hidden)
+        axis, bounds = self.tensor, even_bounds(len(rows), self.tensor.size)
+        rows, weights = split_rows(rows, axis, bounds), split_rows(weights, axis, bounds)
+        made = yield from self._spread(rows, index[bounds[axis.rank] : bounds[axis.rank + 1]], weights, defers)
+        return gather_rows(made, axis, bounds).view_as(hidden)
+
+    def _spread(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, defers: bool) -> Steps:
         """[T, H], [T, K], [T, K] -> [T, H]"""
         if not self._tried:
             self._try(rows)
@@ -87,31 +120,44 @@ class Dispatch:
         if route is not None and route.index.shape == index.shape:
             index, weights = route.index, route.weights.requires_grad_(weights.requires_grad)
         else:
-            route = self._route(index, weights)
+            route = self._route(index, weights, defers)
         sent = rows[route.order // index.shape[1]]
-        came = exchange(sent, self.axis, route.sends, route.receives, "experts: dispatch forward")
+        came = yield from self._moved(sent, route.sends, route.receives, "experts: dispatch forward")
         made = self._run(came, route.experts)
-        back = exchange(made, self.axis, route.receives, route.sends, "experts: combine forward")
+        back = yield from self._moved(made, route.receives, route.sends, "experts: combine forward")
         slots = back[route.order.argsort()].view(*index.shape, rows.shape[1])
         output = self._combine(slots, index, weights)
         self._replay.keep(route, begun, output)
         return output
 
-    def _route(self, index: torch.Tensor, weights: torch.Tensor) -> Route:
+    def _moved(self, rows: torch.Tensor, sends: Rows, receives: Rows, label: str) -> Steps:
+        exchange = Exchange(self.axis, sends, receives, label)
+        came = begin(rows, exchange)
+        try:
+            yield
+        except GeneratorExit:  # nobody wants the rest: a recomputation may end early
+            exchange.wait()
+            raise
+        return end(came, exchange)
+
+    def _route(self, index: torch.Tensor, weights: torch.Tensor, defers: bool) -> Route:
         """Tell the ranks how many rows come for each of their experts, and learn how many come here."""
         size, chosen = self.axis.size, index.reshape(-1)
         counts = torch.bincount(chosen, minlength=self.count)
         if len(counts) != self.count:
             raise ModelError(f"{self.name} was called with an expert number above {self.count - 1}, the last.")
         local = self.count // size
-        theirs = moved(counts, self.axis, (local,) * size, (local,) * size, "experts: counts")
+        exchange = Exchange(self.axis, (local,) * size, (local,) * size, "experts: counts")
+        theirs = exchange.send(counts)
+        exchange.wait()
         known = torch.stack([counts, theirs]).cpu()  # the program must know them, and waits for the device once
         if self._module.training and torch.is_grad_enabled():
             self.loads = self.loads + known[0]
         sends, receives = known.view(2, size, local).sum(2).tolist()
         numbers = torch.arange(local, device=index.device).repeat(size)
         experts = numbers.repeat_interleave(theirs, output_size=sum(receives))
-        return Route(index, weights.detach(), chosen.argsort(stable=True), tuple(sends), tuple(receives), experts)
+        order = chosen.argsort(stable=True)
+        return Route(index, weights.detach(), order, tuple(sends), tuple(receives), experts, defers)
 
     def _try(self, like: torch.Tensor) -> None:
         """Raise ModelError, on all ranks alike, unless the module adds up what its experts give, times their weights.
@@ -149,6 +195,12 @@ class Dispatch:
         rows = torch.arange(len(index), device=index.device).unsqueeze(1)
         weighed = (slots[rows, order] * weights[rows, order].unsqueeze(-1)).to(slots.dtype)
         return _added_up(weighed.unbind(1))
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """True if a hook gets what ``module`` is given or returns."""
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return any(hooks) or bool(nn.modules.module._has_any_global_hook())
 
 
 @contextlib.contextmanager

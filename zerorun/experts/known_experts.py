@@ -25,11 +25,18 @@ _ROUTED = 3  # arguments of the call
 
 @dataclass(frozen=True)
 class Experts:
-    """The ``count`` experts of one layer: ``module``, called ``name`` in the model."""
+    """The ``count`` experts of one layer: ``module``, called ``name`` in the model, and part of ``block``."""
 
     name: str
     module: nn.Module
     count: int
+    block: nn.Module
+
+    @property
+    def shared(self) -> tuple[nn.Module, ...]:
+        """The experts of the block that all rows go to."""
+        found = (module for name, module in self.block.named_children() if "shared" in name and "gate" not in name)
+        return tuple(module for module in found if next(module.parameters(), None) is not None)
 
     @property
     def own(self) -> tuple[str, ...]:
@@ -40,7 +47,7 @@ class Experts:
 def find_experts(model: nn.Module) -> list[Experts]:
     """Return the modules of experts that can be spread over ranks, in the model's order."""
     return [
-        Experts(name, module, count)
+        Experts(name, module, count, model.get_submodule(name.rpartition(".")[0]))
         for name, module in model.named_modules()
         if (count := _count(module)) > 1 and _takes_routes(module)
     ]

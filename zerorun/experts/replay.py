@@ -30,6 +30,7 @@ class Route:
 
     ``index`` [T, K] and ``weights`` [T, K] are those of the call. ``order`` [T * K]: the places in ``index``, by expert and
     then by row. ``sends`` and ``receives``: rows to and from each rank. ``experts`` [V]: the numbers of the experts here.
+    ``defers``: the block went on before they came.
     """
 
     index: torch.Tensor
@@ -38,6 +39,7 @@ class Route:
     sends: Rows
     receives: Rows
     experts: torch.Tensor
+    defers: bool
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Axis: collectives of activations between the ranks of one axis. They block, and give every rank the same bits."""
+"""Axis: collectives of activations between the ranks of one axis. All but one block, and give every rank the same bits."""
 
 from __future__ import annotations
 
@@ -13,6 +13,14 @@ from ..distributed.topology import Topology
 from ..distributed.transport.connect import connect_axis
 from ..distributed.transport.statistics import CommunicationStatistics
 from ..distributed.transport.transport import Transport
+
+
+class UnderWay(Protocol):
+    """A collective that has begun."""
+
+    def wait(self) -> None:
+        """Return when its results are there."""
+        ...
 
 
 class Axis(Protocol):
@@ -33,8 +41,8 @@ class Axis(Protocol):
         """Return this rank's part, along ``dim``, of the sum over ranks."""
         ...
 
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> None:
-        """Send each rank its flat tensor of ``sent``, and fill ``received`` with those of all ranks."""
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> UnderWay:
+        """Begin to send each rank its flat tensor of ``sent``, and to fill ``received`` with those of all ranks."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
@@ -77,8 +85,8 @@ class TransportAxis:
         self.transport.reduce_scatter(flat, flat_bounds, out, label, accumulate=False, wire_dtype=flat.dtype).wait()
         return out.view(parts[self.rank].shape)
 
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> None:
-        self.transport.all_to_all(sent, received, label).wait()
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> UnderWay:
+        return self.transport.all_to_all(sent, received, label)
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         self.transport.broadcast(tensor, label)

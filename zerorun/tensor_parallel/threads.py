@@ -20,6 +20,13 @@ class _Meeting:
         self.left: list[Any] = [None] * size
 
 
+class _Done:
+    """A collective that is over."""
+
+    def wait(self) -> None:
+        pass
+
+
 class ThreadAxis:
     """Rank ``rank`` of ``size`` threads, with the methods of ``axis.Axis``. ``sent``: bytes by label, as over a network."""
 
@@ -56,13 +63,14 @@ class ThreadAxis:
         total = torch.stack(self._exchange(tensor.detach())).to(torch.promote_types(tensor.dtype, torch.float32)).sum(0)
         return total.to(tensor.dtype).narrow(dim, low, high - low).contiguous()
 
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> None:
+    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> _Done:
         self._count(label, sum(flat.numel() for peer, flat in enumerate(sent) if peer != self.rank), sent[0])
         self._meeting.left[self.rank] = [flat.detach() for flat in sent]
         self._meeting.barrier.wait()
         for flat, theirs in zip(received, self._meeting.left, strict=True):
             flat.copy_(theirs[self.rank])
         self._meeting.barrier.wait()
+        return _Done()
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         self._count(label, tensor.numel() * (self.size - 1) if self.rank == 0 else 0, tensor)
