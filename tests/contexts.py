@@ -59,7 +59,7 @@ def deepseek() -> nn.Module:
 
 
 def gpt_oss() -> nn.Module:
-    """Sinks, one for each head, and windows in every other layer; eager."""
+    """Sinks, one for each head, and windows in every other layer; eager. prime-rl #3397: sinks are cut as heads are."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
     return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, head_dim=8, sliding_window=3))
@@ -127,7 +127,8 @@ def packed(generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 def counted(generator: torch.Generator) -> dict[str, Any]:
-    """As the Trainer does: with the number of labels to divide by, and labels that are shifted already."""
+    """As the Trainer does: with the number of labels to divide by, and labels that are shifted already. transformers #48570
+    ignored these."""
     batch = plain(generator, 9)
     shifted = torch.cat([batch["labels"][:, 1:], torch.full((BATCH, 1), -100)], 1)
     shifted[0, :3] = -100

@@ -142,7 +142,8 @@ _OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": 
 _FULL: tuple[tuple[str, Any], ...] = (("activation_checkpointing", {"policy": "full"}),)
 CASES = {
     "stage 0, odd": Training(stage=0, batch="padded"),  # DeepSpeed #7833: it has no stage 0
-    "stage 1, doubled": Training("llama, eager", stage=1, batch="counted", optimizer="SGD"),  # ALST's documented loop
+    # ALST's documented loop; DeepSpeed #5248, #5555, Megatron-LM #673.
+    "stage 1, doubled": Training("llama, eager", stage=1, batch="counted", optimizer="SGD"),
     "stage 2, four": Training(stage=2, context=4, ranks=4, batch="packed", method="ulysses"),
     "stage 3, two batches": Training("mixtral", stage=3, ranks=4, batch="padded", accumulation=2),
     "tensor": Training(tensor=2, batch="padded"),

@@ -134,6 +134,7 @@ def test_stages(family: str, ranks: int, size: int, stage: int) -> None:
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
 @pytest.mark.parametrize("family", by_day(["mixtral", "deepseek-v3", "qwen2-moe"], "mixtral", "deepseek-v3"))
 def test_folded_over_tensor_ranks(family: str, ranks: int, size: int, stage: int) -> None:
+    """transformers #48205: routers got the gradient of one rank's rows."""
     check(family, ranks, config_of(stage, size, tensor_parallel={"size": 2}))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -116,6 +116,25 @@ def test_all_choices(choice: str, implementation: str) -> None:
     outcomes = on_ranks(model, 4)
     compare(model, outcomes)
     assert all(gradient is not None for outcome in outcomes for gradient in outcome.gradients.values())
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """What is made without values is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(1).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.filterwarnings("ignore:.*deterministic")
+@pytest.mark.parametrize("implementation", by_day(["grouped_mm", "eager", "batched_mm"], "grouped_mm"))
+@pytest.mark.parametrize("choice", CHOICES)
+def test_rows_that_nobody_writes_are_not_read(choice: str, implementation: str, nan_in_new_memory: None) -> None:
+    """transformers #48687: rows of experts elsewhere were not written, and NaN times 0 went into the router's gradient."""
+    model = make("mixtral", implementation)
+    choosing(model, CHOICES[choice])
+    compare(model, on_ranks(model, 4))
 
 
 def test_ties() -> None:
