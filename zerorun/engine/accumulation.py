@@ -25,7 +25,7 @@ import torch
 
 from ..config.batch import Batch
 from ..config.parse import Config
-from ..distributed.device import holds, queues
+from ..distributed.device import holds
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
@@ -85,7 +85,7 @@ class Accumulation:
         sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
         self.batch = Batch(*sizes, comm.topology.data_parallel_size, derived=())
         self._resized_at = 0  # micro_steps when steps got the size that they have now
-        self._device, self._queues = comm.device, queues(comm.device)
+        self._device = comm.device
         self._given_boundary: bool | None = None  # set by the training loop
         self._in_no_sync = False
         self._is_last: bool | None = None  # whether the next backward is the last of a pipeline's batch
@@ -218,12 +218,12 @@ class Accumulation:
             )
         value: torch.Tensor | float = 1.0
         if weight is not None:
-            there = self._queues and isinstance(weight, torch.Tensor) and holds(self._device, weight)
+            there = self._comm.queues and isinstance(weight, torch.Tensor) and holds(self._device, weight)
             if there and weight.numel() == 1 and not weight.is_complex():
                 value = weight.detach().to(torch.float64, copy=True).reshape(())  # the script may use its own again
             else:
                 value = weight_of(weight)
-            if not self._queues:
+            if not self._comm.queues:
                 self._weight += float(value)
         self._mode = mode
         return mode, value

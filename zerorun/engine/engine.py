@@ -14,7 +14,7 @@ from torch import nn
 from ..activations.blocks import compiled, innermost
 from ..config.parse import Config
 from ..data import EpochLoader
-from ..distributed.device import on_host, queues
+from ..distributed.device import on_host
 from ..distributed.same_data import checksum, is_cheap
 from ..distributed.topology import Topology
 from ..errors import StepError
@@ -82,8 +82,9 @@ class Engine(CurvatureTaking):
         self._compare_data((inputs, kwargs))
         if torch.is_grad_enabled() and not self._calls:
             self.accumulation.look_at_labels(kwargs)
-        if self.compute_dtype is not None:
-            inputs, kwargs = cast_floats(inputs, self.compute_dtype), cast_floats(kwargs, self.compute_dtype)
+        dtype = self.sharded_model.runtime.plan.compute_dtype
+        if dtype is not None:
+            inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
         autocast = self.config.torch_autocast
         self._calls += 1
         try:
@@ -173,7 +174,7 @@ class Engine(CurvatureTaking):
         return scaled
 
     def _check_loss(self, loss: Any) -> None:
-        if self.sharded is None:
+        if self.sharded_model.optimizer is None:
             raise StepError(
                 "backward() needs an optimizer, and this engine has none. Remedy: add an 'optimizer' section to the "
                 "configuration or pass optimizer= to zerorun.initialize()."
@@ -188,10 +189,10 @@ class Engine(CurvatureTaking):
         self.accumulation.observe(loss, weight)
         if self.topology.same_batch > 1 and (on_host(self.device) or self.global_steps < COMPARED_STEPS):
             self.accumulation.compare(float(loss.detach()))
-        dynamic, notes = self.history.scaler.dynamic, self.accumulation.notes
-        if queues(self.device):
+        dynamic, notes, units = self.history.scaler.dynamic, self.accumulation.notes, self.sharded_model.units
+        if self.sharded_model.comm.queues:
             self.accumulation.note_unread(None if dynamic else loss, weight)
-            if self.history.progress.applied_in == 0 and (name := find_released_use(loss, self.units)) is not None:
+            if self.history.progress.applied_in == 0 and (name := find_released_use(loss, units)) is not None:
                 notes.released.append(name)
             return
         if math.isfinite(float(loss.detach())):
@@ -199,7 +200,7 @@ class Engine(CurvatureTaking):
         if weight == 0:
             notes.empty.append(self.accumulation.backwards)
             return
-        name = find_released_use(loss, self.units)
+        name = find_released_use(loss, units)
         if name is not None:
             raise released_parameter(*name)
         if not dynamic:
@@ -274,23 +275,24 @@ class Engine(CurvatureTaking):
             self.memory_copies.keep()
 
     def _update(self, summary: Summary, lr_kwargs: Mapping[str, Any]) -> None:
-        assert self.sharded is not None
-        self.runtime.guard.refuse_thawed()
+        model = self.sharded_model
+        assert model.optimizer is not None
+        model.runtime.guard.refuse_thawed()
         self.accumulation.advise()
         self._refuse_losses(summary)
         unscale = self.accumulation.unscale(summary.weight)
-        decision = self.sharded_model.decide(summary, unscale, self.config.gradient_clipping)
-        culprits = summary.own.not_finite if summary.own is not None else partial(not_finite, self.units)
+        decision = model.decide(summary, unscale, self.config.gradient_clipping)
+        culprits = summary.own.not_finite if summary.own is not None else partial(not_finite, model.units)
         step = UnsettledStep(
             self.history.progress.calls, decision, self.accumulation.is_weighted, self.accumulation.notes, culprits
         )
         self.history.progress.count(samples=self.accumulation.batch.train)
         if summary.deferred:
             self._apply(decision, summary)
-            step.take_back.append(self.sharded.take_back)
+            step.take_back.append(model.optimizer.take_back)
             self.history.expect(step)
             if self.lr_scheduler is not None:
-                step.take_back.append(step_reversibly(self.lr_scheduler, self.sharded.optimizer, **lr_kwargs))
+                step.take_back.append(step_reversibly(self.lr_scheduler, model.optimizer.optimizer, **lr_kwargs))
             return
         if decision.outcome.finite:
             self._apply(decision, summary)

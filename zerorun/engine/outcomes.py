@@ -274,10 +274,11 @@ class Outcomes(Reports, Counters, LoopQueries):
         step = self.history.unsettled
         if step is None:
             return
-        assert self.sharded is not None
+        optimizer = self.sharded_model.optimizer
+        assert optimizer is not None
         outcome, progress = step.decision.outcome, self.history.progress
         self.history.settled()
-        self.sharded.tell_overflow(not outcome.finite)
+        optimizer.tell_overflow(not outcome.finite)
         if outcome.finite:
             progress.apply(outcome.norm, step.call)
         else:
@@ -300,8 +301,8 @@ class Outcomes(Reports, Counters, LoopQueries):
             failure()
 
     def _refuse_losses(self, summary: Summary) -> None:
-        assert self.sharded is not None
         if summary.bad_losses:
+            assert self.sharded is not None
             self.sharded.tell_overflow(True)
             self.accumulation.notes.read()
             self._raise_bad_losses(self.accumulation.notes)

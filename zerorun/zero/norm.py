@@ -20,7 +20,7 @@ from functools import cached_property
 
 import torch
 
-from ..distributed.device import CopyStream, Reading, queues
+from ..distributed.device import CopyStream, Reading
 from ..distributed.transport.communicator import Communicator
 from ..distributed.waits import waiting
 from ..plan.step import NORM
@@ -159,7 +159,7 @@ class Norm:
 
     def _read_own(self, told: Told) -> list[float]:
         """``OwnNumbers.sums``, waited for. A CPU's program knows the losses, and has told of them."""
-        if queues(self._comm.device):
+        if self._comm.queues:
             return self._read(self._own(told).sums)
         observed = [] if told.observed is None else (told.observed * (self._comm.topology.tensor_rank == 0)).tolist()
         return [square_sum_on_host(self._units), 0.0, 0.0, *observed]

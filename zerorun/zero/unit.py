@@ -39,7 +39,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from ..distributed.device import queues
 from ..distributed.layout import aligned_bytes
 from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
@@ -301,7 +300,7 @@ def _gather(unit: Unit, comm: Communicator, group: FlatGroup, into: torch.Tensor
         source, bounds = group.encode(state), [group.plan.code_bytes(bound) for bound in bounds]
     if group.second is not None and comm.second_copy is not None:
         copied_as = f"{unit.name}: second copy" if group.copies_anew(state) else None
-        if unit.placement.params and queues(comm.device):
+        if unit.placement.params and comm.queues:
             return _gather_from_host_copy(
                 unit, comm, comm.second_copy, group.second, into, bounds, source, label, copied_as
             )
@@ -320,7 +319,7 @@ def _all_gather(
     label: str,
 ) -> Pending:
     shard = comm.of(group.plan.family).shard
-    if source is None or not (unit.placement.params and queues(comm.device)):
+    if source is None or not (unit.placement.params and comm.queues):
         return shard.all_gather(full, bounds, label, source)  # on a CPU others may read the source
     own = full[bounds[shard.rank] : bounds[shard.rank + 1]]
     unit.link.open()  # what reads the slot goes first

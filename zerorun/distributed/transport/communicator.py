@@ -132,7 +132,7 @@ class Communicator:
     Shards and gradients flow through the channels of their family (``of``), between ranks that have the same part of the
     model. ``control`` is for decisions. ``traffic`` counts calls and bytes sent by label. ``model_axes``: transports of
     other axes, by name: over them ranks sum gradients that are summands on each. ``secondary``: which ranks have a second
-    copy of the weights, if they keep one.
+    copy of the weights, if they keep one. ``queues``: ``device`` does its work asynchronously.
     """
 
     def __init__(
@@ -144,6 +144,7 @@ class Communicator:
         secondary: Secondary | None = None,
     ) -> None:
         self.topology, self.device, self.wire_dtype = topology, device, wire_dtype
+        self.queues = queues(device)
         self.statistics = CommunicationStatistics()
         self.traffic = self.statistics.traffic
         self.fences = 0  # so many: shards have not changed as long as this has not
@@ -215,7 +216,7 @@ class Communicator:
     @property
     def sums_on_device(self) -> bool:
         """True if ``sum_on_device`` can be used: the devices of all ranks sum without their programs."""
-        return queues(self.device) and (self._world is not None or self.topology.world_size == 1)
+        return self.queues and (self._world is not None or self.topology.world_size == 1)
 
     def sum_on_device(self, numbers: torch.Tensor, label: str) -> torch.Tensor:
         """The sum of ``numbers`` [n] over all ranks of the world, as a new tensor on the device, which adds by itself."""

@@ -10,7 +10,7 @@ gives the same bits in every run and at every stage.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -45,17 +45,33 @@ class Gloo(Transport):
         accumulate: bool,
         wire_dtype: torch.dtype,
     ) -> Pending:
-        outgoing, pool = full, self.statistics.pool
-        if wire_dtype != full.dtype:
-            outgoing = pool.take(full.numel(), wire_dtype).copy_(full)
-        works, finish = self._start_sum(full, outgoing, bounds, out, label, accumulate)
+        """Send every other rank its chunk, receive the others' versions of ours, then add."""
+        tag, pool = self.statistics.tag(label), self.statistics.pool
+        outgoing = full if wire_dtype == full.dtype else pool.take(full.numel(), wire_dtype).copy_(full)
+        works: list[Started] = []
+        parts: list[torch.Tensor] = []
+        for peer, (low, high) in enumerate(pairwise(bounds)):
+            if peer == self.rank:
+                parts.append(full[low:high])
+                continue
+            part = pool.take(out.numel(), wire_dtype)
+            parts.append(part)
+            if out.numel():
+                works.append(self._receiving(part, peer, tag, label))
+            if high > low:
+                works.append(self._sending(outgoing[low:high], peer, tag, label))
 
-        def finish_and_give() -> None:
-            finish()
+        def finish() -> None:
+            begun = time.monotonic_ns()
+            sum_in_rank_order(parts, out, accumulate)
+            board.end_transport(begun)
+            for peer, part in enumerate(parts):
+                if peer != self.rank:
+                    pool.give(part)
             if outgoing is not full:
                 pool.give(outgoing)
 
-        return Pending(self.statistics, label, works, finish_and_give)
+        return Pending(self.statistics, label, works, finish)
 
     def _all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
         tag, others = self.statistics.tag(label), [peer for peer in range(self.size) if peer != self.rank]
@@ -76,41 +92,6 @@ class Gloo(Transport):
         Pending(self.statistics, label, works).wait()
         sum_in_rank_order([flat, theirs] if self.rank == 0 else [theirs, flat], total, accumulate=False)
         return total
-
-    def _start_sum(
-        self,
-        full: torch.Tensor,
-        outgoing: torch.Tensor,
-        bounds: Sequence[int],
-        out: torch.Tensor,
-        label: str,
-        accumulate: bool,
-    ) -> tuple[Sequence[Started], Callable[[], None]]:
-        """Send every other rank its chunk of ``outgoing``, which is ``full`` as it is sent; receive the others' versions of
-        ours, then add."""
-        tag, pool = self.statistics.tag(label), self.statistics.pool
-        works: list[Started] = []
-        parts: list[torch.Tensor] = []
-        for peer, (low, high) in enumerate(pairwise(bounds)):
-            if peer == self.rank:
-                parts.append(full[low:high])
-                continue
-            part = pool.take(out.numel(), outgoing.dtype)
-            parts.append(part)
-            if out.numel():
-                works.append(self._receiving(part, peer, tag, label))
-            if high > low:
-                works.append(self._sending(outgoing[low:high], peer, tag, label))
-
-        def finish() -> None:
-            begun = time.monotonic_ns()
-            sum_in_rank_order(parts, out, accumulate)
-            board.end_transport(begun)
-            for peer, part in enumerate(parts):
-                if peer != self.rank:
-                    pool.give(part)
-
-        return works, finish
 
     def _sending(self, flat: torch.Tensor, peer: int, tag: int, label: str) -> Started:
         return Message(self.send(flat, peer, tag), label, self.names[peer], tag)

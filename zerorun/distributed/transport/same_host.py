@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -19,7 +20,7 @@ from .open_shards import OpenShards
 from .peer_memory import PeerMemory, PeerMemoryError
 from .statistics import UNANSWERED, CommunicationStatistics, Pending, Started
 from .sums import STRETCH, Stretches, sum_in_rank_order
-from .transport import EXIT_READ_TIMEOUT_S, nothing
+from .transport import EXIT_READ_TIMEOUT_S
 
 
 class SameHost(Gloo):
@@ -113,17 +114,19 @@ class SameHost(Gloo):
         Pending(self.statistics, label, [work]).wait()
         return total
 
-    def _start_sum(
+    def _reduce_scatter(
         self,
         full: torch.Tensor,
-        outgoing: torch.Tensor,
         bounds: Sequence[int],
         out: torch.Tensor,
         label: str,
         accumulate: bool,
-    ) -> tuple[Sequence[Started], Callable[[], None]]:
-        piece = Piece(0, bounds[self.rank], 0, out.numel())
-        return [self._read_and_add([full], [outgoing], [piece], out, label, accumulate)], nothing
+        wire_dtype: torch.dtype,
+    ) -> Pending:
+        pool, piece = self.statistics.pool, Piece(0, bounds[self.rank], 0, out.numel())
+        offered = full if wire_dtype == full.dtype else pool.take(full.numel(), wire_dtype).copy_(full)
+        work = self._read_and_add([full], [offered], [piece], out, label, accumulate)
+        return Pending(self.statistics, label, [work], None if offered is full else partial(pool.give, offered))
 
     def _read_and_add(
         self,

@@ -273,7 +273,3 @@ def drain_all(timeout: timedelta | None) -> None:
         close_all(timedelta(seconds=EXIT_READ_TIMEOUT_S))
     for transport in tuple(_live):
         transport.drain(timeout)
-
-
-def nothing() -> None:
-    """What follows a collective that needs nothing more."""
