@@ -56,26 +56,23 @@ SomeSteps = Annotated[Int, Field(ge=1)]
 WarmupType = Annotated[Literal["log", "linear"], LowerCase]
 
 
-class TorchParams(Section):
-    """Keywords of all of torch's optimizers that are listed here."""
+class RateParams(Section):
+    """Keywords of nearly all optimizers."""
 
     lr: NonNegative | None = None
-    maximize: Flag | None = None
-    foreach: Flag | None = None
     max_grad_norm: Annotated[
         Real | None,
         Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
     ] = None
 
 
-class OptimizerParams(TorchParams):
-    """Further keywords, which nearly all of torch's optimizers take."""
+class DecayParams(RateParams):
+    """The same, with weight decay."""
 
     weight_decay: NonNegative | None = None
-    differentiable: Flag | None = None
 
 
-class AdamParams(OptimizerParams):
+class AdamParams(DecayParams):
     """``Adam`` has decoupled weight decay (AdamW), as in DeepSpeed, unless ``adam_w_mode`` is false."""
 
     betas: Betas | None = None
@@ -91,127 +88,42 @@ class AdamParams(OptimizerParams):
     amsgrad: Flag | None = None
     fused: Flag | None = None
     capturable: Flag | None = None
+    maximize: Flag | None = None
+    foreach: Flag | None = None
+    differentiable: Flag | None = None
 
 
-class Adam8bitParams(Section):
+class Adam8bitParams(DecayParams):
     """Adam with states of one byte per element, but for small parameters and embeddings. The decay is as for ``Adam``."""
 
-    lr: NonNegative | None = None
     betas: Betas | None = None
     eps: NonNegative | None = None
-    weight_decay: NonNegative | None = None
     bias_correction: Flag | None = None
     adam_w_mode: Flag | None = None
     min_8bit_size: Annotated[Int, Field(ge=0)] | None = None
     fp32_embeddings: Flag | None = None
-    max_grad_norm: Annotated[
-        Real | None,
-        Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
-    ] = None
 
 
-class SGDParams(OptimizerParams):
-    """torch's SGD."""
-
-    momentum: NonNegative | None = None
-    dampening: NonNegative | None = None
-    nesterov: Flag | None = None
-    fused: Flag | None = None
-
-
-class AdagradParams(OptimizerParams):
-    """torch's Adagrad."""
-
-    lr_decay: NonNegative | None = None
-    initial_accumulator_value: NonNegative | None = None
-    eps: NonNegative | None = None
-    fused: Flag | None = None
-
-
-class LambParams(Section):
+class LambParams(DecayParams):
     """LAMB scales each parameter's step by its norm, within ``min_coeff`` and ``max_coeff``."""
 
-    lr: NonNegative | None = None
     betas: Betas | None = None
     eps: NonNegative | None = None
     eps_inside_sqrt: Flag | None = None
-    weight_decay: NonNegative | None = None
     bias_correction: Flag | None = None
     max_coeff: NonNegative | None = None
     min_coeff: NonNegative | None = None
-    max_grad_norm: Annotated[
-        Real | None,
-        Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
-    ] = None
-
-
-class RAdamParams(OptimizerParams):
-    """torch's RAdam."""
-
-    betas: Betas | None = None
-    eps: NonNegative | None = None
-    decoupled_weight_decay: Flag | None = None
-    capturable: Flag | None = None
-
-
-class NAdamParams(RAdamParams):
-    """torch's NAdam."""
-
-    momentum_decay: NonNegative | None = None
-
-
-class AdamaxParams(OptimizerParams):
-    """torch's Adamax."""
-
-    betas: Betas | None = None
-    eps: NonNegative | None = None
-    capturable: Flag | None = None
-
-
-class AdadeltaParams(OptimizerParams):
-    """torch's Adadelta."""
-
-    rho: Annotated[Real, Field(ge=0, le=1)] | None = None
-    eps: NonNegative | None = None
-    capturable: Flag | None = None
-
-
-class RMSpropParams(OptimizerParams):
-    """torch's RMSprop."""
-
-    alpha: NonNegative | None = None
-    eps: NonNegative | None = None
-    momentum: NonNegative | None = None
-    centered: Flag | None = None
-    capturable: Flag | None = None
-
-
-class RpropParams(TorchParams):
-    """torch's Rprop, which has no weight decay."""
-
-    etas: TwoNumbers | None = None
-    step_sizes: TwoNumbers | None = None
-    capturable: Flag | None = None
-    differentiable: Flag | None = None
-
-
-class ASGDParams(OptimizerParams):
-    """torch's ASGD."""
-
-    lambd: Real | None = None
-    alpha: Real | None = None
-    t0: Real | None = None
-    capturable: Flag | None = None
 
 
 _OF_TRANSFORMERS = "it is of transformers' Adafactor, and this name is torch's, with other formulas."
 _PASS_THAT = "Pass transformers' Adafactor itself to initialize(optimizer=...); it is given whole parameters."
 
 
-class AdafactorParams(TorchParams):
+class AdafactorParams(DecayParams):
     """torch's Adafactor, on flat shards. ``foreach`` asks for torch's own class, which needs whole parameters."""
 
-    weight_decay: NonNegative | None = None
+    maximize: Flag | None = None
+    foreach: Flag | None = None
     beta2_decay: Annotated[Real, Field(le=0)] | None = None
     eps: Annotated[list[float | None], BeforeValidator(_adafactor_eps)] | None = None
     d: Annotated[Real, Field(ge=1)] | None = None
@@ -223,30 +135,22 @@ class AdafactorParams(TorchParams):
     warmup_init: Annotated[Any, Refused(_OF_TRANSFORMERS, None, _PASS_THAT)] = None
 
 
-class LionParams(Section):
+class LionParams(DecayParams):
     """Lion, which updates by the sign of an interpolated momentum."""
 
-    lr: NonNegative | None = None
-    weight_decay: NonNegative | None = None
     betas: Betas | None = None
-    max_grad_norm: Annotated[
-        Real | None,
-        Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
-    ] = None
 
 
-class MuonParams(Section):
+class MuonParams(DecayParams):
     """Muon for matrices of repeated blocks, AdamW for the rest: ``betas`` and ``eps`` are AdamW's.
 
     ``muon_lr`` and ``adam_lr`` take the place of ``lr``. ``adjust_lr_fn``: how Muon's learning rate follows the shape.
     """
 
-    lr: NonNegative | None = None
     muon_lr: NonNegative | None = None
     adam_lr: NonNegative | None = None
     momentum: Annotated[Real, Field(ge=0, lt=1)] | None = None
     nesterov: Flag | None = None
-    weight_decay: NonNegative | None = None
     betas: Betas | None = None
     eps: NonNegative | None = None
     adjust_lr_fn: Annotated[Literal["match_rms_adamw", "original"], LowerCase] | None = None
@@ -254,10 +158,6 @@ class MuonParams(Section):
     ns_steps: Annotated[Int, Field(ge=1)] | None = None
     ns_method: Annotated[Literal["standard", "gram"], LowerCase] | None = None
     ns_dtype: Annotated[Literal["bf16", "fp32"], LowerCase] | None = None
-    max_grad_norm: Annotated[
-        Real | None,
-        Refused("clipping is not the optimizer's task.", None, "Remove it and set gradient_clipping at the top level."),
-    ] = None
 
 
 class AdamSAGEParams(Section):
@@ -355,6 +255,14 @@ class LRRangeTestParams(FormulaParams):
     lr_range_test_staircase: Flag | None = None
 
 
+def _of_torch(numbers: str, flags: str, base: type[Section] = DecayParams, **others: Any) -> type[Section]:
+    """Make the keywords of a class of torch.optim: ``numbers`` that are not negative, ``flags``, and ``others``."""
+    kinds = dict.fromkeys(numbers.split(), NonNegative)
+    kinds |= dict.fromkeys(["maximize", "foreach", "differentiable", *flags.split()], Flag) | others
+    keywords: dict[str, Any] = {name: (kind | None, None) for name, kind in kinds.items()}
+    return create_model("TorchOptimizerParams", __base__=base, **keywords)
+
+
 def _torch_schedule(required: str, others: str) -> type[ScheduleParams]:
     """Make the keywords of a class of torch.optim.lr_scheduler, which checks their values itself."""
     keywords: dict[str, Any] = dict.fromkeys([*required.split(), *others.split(), "last_epoch"], (Any, None))
@@ -373,15 +281,15 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "adam_8bit": Adam8bitParams,
     "adamw_8bit": Adam8bitParams,
     "adamw_bnb_8bit": Adam8bitParams,
-    "SGD": SGDParams,
-    "Adagrad": AdagradParams,
-    "RAdam": RAdamParams,
-    "NAdam": NAdamParams,
-    "Adamax": AdamaxParams,
-    "Adadelta": AdadeltaParams,
-    "RMSprop": RMSpropParams,
-    "Rprop": RpropParams,
-    "ASGD": ASGDParams,
+    "SGD": _of_torch("momentum dampening", "nesterov fused"),
+    "Adagrad": _of_torch("lr_decay initial_accumulator_value eps", "fused"),
+    "RAdam": _of_torch("eps", "decoupled_weight_decay capturable", betas=Betas),
+    "NAdam": _of_torch("eps momentum_decay", "decoupled_weight_decay capturable", betas=Betas),
+    "Adamax": _of_torch("eps", "capturable", betas=Betas),
+    "Adadelta": _of_torch("eps", "capturable", rho=Annotated[Real, Field(ge=0, le=1)]),
+    "RMSprop": _of_torch("alpha eps momentum", "centered capturable"),
+    "Rprop": _of_torch("", "capturable", RateParams, etas=TwoNumbers, step_sizes=TwoNumbers),
+    "ASGD": _of_torch("", "capturable", lambd=Real, alpha=Real, t0=Real),
     "Adafactor": AdafactorParams,
     "Lion": LionParams,
     "AdamSAGE": AdamSAGEParams,
