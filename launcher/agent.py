@@ -64,7 +64,7 @@ class _BoardsOnLine:
         self._line, self._sparing = line, Sparing()
 
     def on_seen(self, rank: int, seen: Seen | None) -> None:
-        self._line.send({"is": "seen", "rank": rank, "seen": None if seen is None else seen.told()})
+        self._line.send({"is": "seen", "rank": rank, "seen": None if seen is None else asdict(seen)})
 
     def on_windows(self, windows: list[Window]) -> None:
         told = self._sparing.of(windows, time.monotonic())

@@ -7,7 +7,7 @@ import mmap
 import os
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,9 @@ class Seen:
         """Return it for the verdict. ``host``: None where there is only one."""
         return Standing(rank, host, self.quiet_s, self.sight, self.stopped)
 
-    def told(self) -> dict[str, Any]:
-        """Return it as a message."""
-        return asdict(self)
-
     @classmethod
     def of(cls, message: dict[str, Any]) -> Seen:
-        """Return what was ``told``. Raises one of line.UNHEARD_OF for anything else."""
+        """Return it from its ``asdict``. Raises one of line.UNHEARD_OF for anything else."""
         found = {name: _AS[name](value) for name, value in message["sight"].items()}
         return cls(Sight(**found), float(message["quiet_s"]), bool(message["stopped"]))
 
@@ -256,6 +252,11 @@ def open_board(process: int) -> tuple[int, int]:
 def is_stopped(pid: int) -> bool:
     """True if a process is stopped, by a signal or a debugger."""
     return _state(f"/proc/{pid}") in ("T", "t")
+
+
+def is_gone(pid: int) -> bool:
+    """True if a process has ended, whether its parent knows or not."""
+    return _state(f"/proc/{pid}") in ("", "Z")
 
 
 def _state(folder: str) -> str:

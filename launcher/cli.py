@@ -67,7 +67,7 @@ def _launch(args: argparse.Namespace) -> int:
 
     launcher, hosts = choose_hosts(args, os.environ)
     request = make_request(args, launcher, hosts, os.environ)
-    options = _carrier_options(args)
+    options = carrier_options(args)
 
     def carrier(host: Host) -> Sequence[str] | None:
         return None if host.name in request.local_names else CARRIERS[launcher](host, options)
@@ -99,7 +99,8 @@ def _launch(args: argparse.Namespace) -> int:
     return status
 
 
-def _carrier_options(args: argparse.Namespace, **module: Any) -> CarrierOptions:
+def carrier_options(args: argparse.Namespace, **module: Any) -> CarrierOptions:
+    """How hosts are reached. ``module``: what runs there, and with which arguments, if it is not the agent."""
     from .carriers import CarrierOptions
 
     return CarrierOptions(
@@ -125,7 +126,7 @@ def _ask_jobs(args: argparse.Namespace) -> int:
     own = own_names() if launcher in ("local", "ssh") else set()
 
     def ask(here: Callable[[], list[RankState]], *arguments: str) -> tuple[list[RankState], dict[str, str]]:
-        options = _carrier_options(args, module="zerorun.launcher.dump", arguments=arguments)
+        options = carrier_options(args, module="zerorun.launcher.dump", arguments=arguments)
         carriers = {host.name: CARRIERS[launcher](host, options) for host in hosts if host.name.lower() not in own}
         return gather(carriers, here if len(carriers) < len(hosts) else None)
 

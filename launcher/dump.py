@@ -53,13 +53,9 @@ class RankState:
     moves: bool
     stacks: str
 
-    def told(self) -> dict[str, Any]:
-        """Return it as a message."""
-        return asdict(self)
-
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> RankState:
-        """Return what was ``told``. Raises one of line.UNHEARD_OF for anything else."""
+        """Return it from its ``asdict``. Raises one of line.UNHEARD_OF for anything else."""
         texts = {name: str(message[name]) for name in ("host", "job", "program", "stacks")}
         names = tuple(map(str, message["names"]))
         seen = Seen.of(message["seen"])
@@ -318,5 +314,5 @@ def _training_thread(stacks: str) -> str:
 if __name__ == "__main__":
     order = sys.argv[1:]
     ranks = trace_on_this_host(order[0], int(order[1]), order[2]) if order else on_this_host()
-    print(json.dumps([rank.told() for rank in ranks]))
+    print(json.dumps([asdict(rank) for rank in ranks]))
     sys.exit(0)

@@ -77,17 +77,17 @@ def parse_cores(text: str) -> list[int]:
 def own_address(environment: Mapping[str, str]) -> str | None:
     """Return an address by which other hosts can reach this one; None if there is only loopback."""
     connection = environment.get("SSH_CONNECTION", "").split()  # client, its port, this host, its port
-    if len(connection) == 4 and not _is_loopback(connection[2]):
+    if len(connection) == 4 and not is_loopback(connection[2]):
         return connection[2]
     with contextlib.suppress(OSError):
         for *_, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            if not _is_loopback(str(address[0])):
+            if not is_loopback(str(address[0])):
                 return str(address[0])
     # Nothing is sent: connecting a datagram socket only chooses the interface.
     for family, beyond in ((socket.AF_INET, "10.255.255.254"), (socket.AF_INET6, "2001:db8::1")):
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((beyond, 9))
-            if not _is_loopback(probe.getsockname()[0]):
+            if not is_loopback(probe.getsockname()[0]):
                 return str(probe.getsockname()[0])
     return None
 
@@ -95,10 +95,11 @@ def own_address(environment: Mapping[str, str]) -> str | None:
 def _launcher_address(environment: Mapping[str, str]) -> str | None:
     """Return the address of the host that opened this ssh session, as seen from here; None if there is none."""
     connection = environment.get("SSH_CONNECTION", "").split()
-    return connection[0] if len(connection) == 4 and not _is_loopback(connection[0]) else None
+    return connection[0] if len(connection) == 4 and not is_loopback(connection[0]) else None
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """True for an address that leads to this host only, or to none."""
     return address.startswith("127.") or address in ("::1", "0.0.0.0", "::")
 
 
@@ -188,7 +189,7 @@ def probe(address: str, port: int) -> str | None:
 
 def interface_of(address: str) -> str | None:
     """Return the network interface that has ``address``; None for loopback, or if there is none."""
-    if _is_loopback(address):
+    if is_loopback(address):
         return None
     import psutil  # here, because a job on one host does not need it
 

@@ -26,7 +26,7 @@ from zerorun.watch.board import RankProgress
 from zerorun.watch.pace import Window
 
 from .agent import Agent, Message
-from .boards import Boards, Seen, open_board
+from .boards import Boards, Seen, is_gone, open_board
 from .by_hand import GuestNode, enter
 from .dump import job_of, variables
 from .failures import RULE, WorkerEnd
@@ -92,7 +92,7 @@ class AdoptedRanks:
 
     def _note_ends(self, now: float) -> None:
         for rank, process in self._processes.items():
-            if rank not in self._ended and _is_gone(process):
+            if rank not in self._ended and is_gone(process):
                 self._ended.add(rank)
                 self._listener.hangs.on_seen(rank, self._boards.take_last(rank))
                 self._listener.on_end(rank, 0, now, False)
@@ -312,14 +312,6 @@ def _count_here(environment: Any) -> int | None:
     """How many ranks are on this host; None if that is not known."""
     count = environment.get("LOCAL_WORLD_SIZE", "")
     return int(count) if count.isdecimal() else None
-
-
-def _is_gone(process: int) -> bool:
-    try:
-        with open(f"/proc/{process}/stat", "rb") as stat:
-            return stat.read().rpartition(b")")[2].split()[0] == b"Z"
-    except (OSError, IndexError):
-        return True
 
 
 def main() -> None:

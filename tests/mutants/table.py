@@ -340,8 +340,8 @@ _WAITS = (
     (
         "values-on-request-not-awaited",
         "zerorun/zero/access.py",
-        '    channels.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()',
-        '    channels.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned)',
+        '    channels.shard.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()',
+        '    channels.shard.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned)',
         "tests/ranks/test_access.py::test_gradients_and_moments_by_name_are_the_same_at_every_stage",
     ),
     (

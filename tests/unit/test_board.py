@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -167,7 +168,7 @@ def test_a_worker_that_does_not_move_is_reported_once(worker: tuple[Boards, subp
         time.sleep(0.01)
     seen = only_one(boards, 201.0)
     assert seen is not None and seen.stopped and seen.sight.step == 5
-    assert Seen.of(seen.told()) == seen
+    assert Seen.of(asdict(seen)) == seen
     later = seen.older(9.0)
     assert (later.quiet_s, later.sight.phase_s) == (seen.quiet_s + 9, pytest.approx(seen.sight.phase_s + 9))
 

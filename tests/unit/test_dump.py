@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def test_ranks_are_found_and_asked_for_their_stacks(ranks: list[subprocess.Popen
     assert (still.names, still.world_size, still.seen.sight.step) == ((still.job, "77"), 3, 5)
     assert (still.seen.sight.label, still.seen.sight.pid) == ("3: gather", ranks[0].pid)
     assert "in standing" in still.stacks and "Threads by the kernel:\n  1 x python" in still.stacks
-    assert RankState.of(json.loads(json.dumps(still.told()))) == still
+    assert RankState.of(json.loads(json.dumps(asdict(still)))) == still
 
 
 def test_what_the_command_prints(ranks: list[subprocess.Popen[str]], capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,7 +140,7 @@ def test_whom_to_ask_for_a_trace_must_be_clear(found: list[tuple[str, int]], wor
 def test_other_hosts_are_asked_and_a_silent_one_is_told_of() -> None:
     found, silent = gather(
         {
-            "good": [sys.executable, "-c", f"print('welcome'); print({json.dumps([state(4).told()])!r})"],
+            "good": [sys.executable, "-c", f"print('welcome'); print({json.dumps([asdict(state(4))])!r})"],
             "down": ["sh", "-c", "echo ssh: no route to host >&2; exit 255"],
             "odd": ["echo", "[1]"],
             "none": ["/no/such/program"],
@@ -194,11 +194,11 @@ def test_a_job_that_moves_has_no_verdict_and_missing_ranks_are_told() -> None:
 
 def test_the_report_tells_of_jobs_that_run_and_of_those_that_stand_still() -> None:
     assert not [finding for finding in find([host("a")], None) if "stands still" in finding.what]
-    moving = [host("a", ranks=[state(0, moves=True).told()])]
+    moving = [host("a", ranks=[asdict(state(0, moves=True))])]
     assert not [finding for finding in find(moving, None) if "stands still" in finding.what]
     report = {"verdict": {"line": "CAN TRAIN"}, "hosts": moving, "live": None}
     assert "Running jobs\n  job node0:29500: 1 of 8 ranks on 1 host, 12 steps, 1 of them moving" in render(report, [])
     odd = [*(state(rank) for rank in range(7)), state(7, phase=Phase.SCRIPT, wait_s=None)]
-    [found] = [finding for finding in find([host("a", ranks=[rank.told() for rank in odd])], None) if "job" in finding.what]
+    [found] = [finding for finding in find([host("a", ranks=list(map(asdict, odd)))], None) if "job" in finding.what]
     assert found.what.startswith("job node0:29500 stands still: rank 7 on node1 does not move")
     assert "--dump" in found.remedy

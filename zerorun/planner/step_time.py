@@ -71,7 +71,7 @@ class StepModel:
 
     def __init__(self, shape: ModelShape, candidate: RunCandidate, cluster: Cluster, calibration: Calibration) -> None:
         self.shape, self.candidate, self.cluster = shape, candidate, cluster
-        self.constants, self.measured_update = calibration.constants, calibration.update
+        self.constants, self.calibration = calibration.constants, calibration
         self.element = 4 if candidate.precision == "fp32" else 2  # bytes of a weight or an activation where it is sent
         efficiency = calibration.efficiency(cluster.gpu, candidate.kernels)
         self.kernels = KernelModel(cluster.gpu, candidate.kernels, efficiency, self.constants)
@@ -270,8 +270,8 @@ class StepModel:
         c, cluster = self.candidate, self.cluster
         numel = -(-self.shape.layers // c.pipe) * self._block_numel + self._outside_numel
         own = numel / (c.shard if c.stage else 1)
-        if self.measured_update and (cluster.gpu.is_host or not c.offload_optimizer):
-            return own * self.measured_update
+        if self.calibration.update and (cluster.gpu.is_host or not c.offload_optimizer):
+            return own * self.calibration.update
         if not c.offload_optimizer:
             return own * (_FUSED_UPDATE if c.kernels is KernelGeneration.FUSED else _UPDATE) / self.kernels.bandwidth
         in_node = own * min(cluster.per_node, cluster.gpus)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import median
@@ -18,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..distributed.device import default_device, free_bytes, gpu_count, host_empty, on_gpu, synchronize
+from ..distributed.device import default_device, free_bytes, gpu_count, host_empty, on_gpu
 from ..distributed.topology import Topology
 from ..distributed.transport import world
 from ..distributed.transport.communicator import Communicator
@@ -144,19 +143,9 @@ class _Clock:
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return the seconds of a call, the mean over ranks. The first call does not count."""
-        self._stretch(run, 1)
-        count = max(1, int(_STRETCH_SECONDS / self._mean(self._stretch(run, 1))))
-        return self._mean(median(self._stretch(run, count) for _ in range(_STRETCHES)))
-
-    def _stretch(self, run: Callable[[], object], count: int) -> float:
-        if self.ranks > 1:
-            world.barrier("a stretch of measuring")
-        synchronize(self.device)
-        begun = time.perf_counter()
-        for _ in range(count):
-            run()
-        synchronize(self.device)
-        return (time.perf_counter() - begun) / count
+        run()
+        count = max(1, int(_STRETCH_SECONDS / self._mean(world.seconds_of(run, 1, self.device))))
+        return self._mean(median(world.seconds_of(run, count, self.device) for _ in range(_STRETCHES)))
 
     def _mean(self, seconds: float) -> float:
         return sum(world.gather_values(seconds)) / self.ranks if self.ranks > 1 else seconds
@@ -179,7 +168,7 @@ def _gather(communicator: Communicator, part: int) -> Callable[[], object]:
     """``part``: elements of each rank."""
     bounds = [part * rank for rank in range(world.size() + 1)]
     buffer = torch.zeros(bounds[-1], device=communicator.device)
-    return lambda: communicator.dense.all_gather(buffer, bounds, "measuring").wait()
+    return lambda: communicator.dense.shard.all_gather(buffer, bounds, "measuring").wait()
 
 
 def _product(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import signal
 import sys
 import time
@@ -16,9 +15,9 @@ from typing import Any, NoReturn
 
 import zerorun
 from zerorun.errors import LaunchError
-from zerorun.launcher.carriers import CARRIERS, CarrierOptions
+from zerorun.launcher.carriers import CARRIERS
 from zerorun.launcher.cli import build_parser as launcher_parser
-from zerorun.launcher.cli import choose_hosts, in_allocation, own_names, parse_args
+from zerorun.launcher.cli import carrier_options, choose_hosts, in_allocation, own_names, parse_args
 from zerorun.launcher.facts import visible_gpus
 from zerorun.launcher.hosts import Host, limit_slots
 from zerorun.log import counted, positive
@@ -158,14 +157,7 @@ def _command(args: argparse.Namespace, launcher: str, host: Host) -> Sequence[st
     own = launcher == "local" or (launcher == "ssh" and host.name.lower() in own_names())
     if own:
         return [sys.executable, "-m", "zerorun.report.host_facts"]
-    options = CarrierOptions(
-        args.python or sys.executable,
-        module="zerorun.report.host_facts",
-        pythonpath=os.environ.get("PYTHONPATH"),
-        extra=tuple(shlex.split(args.launcher_args)),
-        ssh_port=args.ssh_port,
-    )
-    return CARRIERS[launcher](host, options)
+    return CARRIERS[launcher](host, carrier_options(args, module="zerorun.report.host_facts"))
 
 
 def _make_live(args: argparse.Namespace, launcher: str, hosts: Sequence[Host]) -> live.Live:

@@ -220,7 +220,7 @@ def _gathered(communicator: Communicator, channels: Channels, dtype: torch.dtype
         full = torch.zeros(bounds[-1], dtype=dtype, device=device)
         own = slice(bounds[topology.shard_rank], bounds[topology.shard_rank + 1])
         full[own] = want[own]
-        channels.all_gather(full, bounds, "report").wait()
+        channels.shard.all_gather(full, bounds, "report").wait()
         communicator.fence()
         yield full, want
 

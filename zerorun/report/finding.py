@@ -32,11 +32,6 @@ def listed(names: Sequence[str], most: int = 6) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0, 2, 3``."""
-    return f"rank{'' if len(ranks) == 1 else 's'} {listed([str(rank) for rank in ranks], 12)}"
-
-
 def gibibytes(size: float) -> str:
     """``512 MiB``, ``3.5 GiB``, ``1511 GiB``."""
     if size < 1 << 30:

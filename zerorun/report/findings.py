@@ -10,6 +10,7 @@ from statistics import median_low
 from typing import Any
 
 from zerorun.launcher.dump import RankState, by_job, verdict_of
+from zerorun.launcher.facts import is_loopback
 
 from .finding import ERROR, NOTE, SEVERITIES, WARNING, Finding, gibibytes, listed, majority
 from .findings_live import live_findings
@@ -149,7 +150,7 @@ def _loopback_names(hosts: Sequence[Host]) -> Iterator[Finding]:
     for host in hosts:
         network = host["facts"]["network"] or {}
         addresses = network.get("own_name_addresses") or []
-        if addresses and all(map(_is_loopback, addresses)) and not network.get("gloo_interface"):
+        if addresses and all(map(is_loopback, addresses)) and not network.get("gloo_interface"):
             names.append(host["name"])
     if len(hosts) > 1 and len(names) > 1:
         what = "their own names lead to a loopback address: gloo would listen where no other host can reach it"
@@ -169,10 +170,6 @@ def _hangs(hosts: Sequence[Host]) -> Iterator[Finding]:
             where = listed(list(dict.fromkeys(rank.host for rank in ranks)))
             what = f"job {ranks[0].job} stands still: {verdict.text}"
             yield Finding(WARNING, where, what, "zerorun --dump shows the stacks of its ranks.")
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"
 
 
 # -- one host ----------------------------------------------------------------------------------------------------------

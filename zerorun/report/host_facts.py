@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from typing import Any
 
 from zerorun.launcher.dump import on_this_host
@@ -35,7 +36,7 @@ def describe_host() -> dict[str, Any]:
     )
     deadline = time.monotonic() + SOFTWARE_SECONDS
     facts = describe_machine(os.environ)
-    facts["ranks"] = [rank.told() for rank in on_this_host(stacks=False)]
+    facts["ranks"] = [asdict(rank) for rank in on_this_host(stacks=False)]
     found, trouble = _finish(child, deadline)
     facts["versions"] = {**(facts["versions"] or {}), **found.pop("versions", {})}
     return {**facts, "cuda": None, "native_ops": [], **found, "software_trouble": trouble}

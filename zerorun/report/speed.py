@@ -214,28 +214,18 @@ def _operation(name: str, communicator: Communicator, wire: torch.device, numel:
     channels, step = communicator.dense, numel // size
     bounds = [step * index for index in range(size + 1)]
     if name == "all_gather":
-        return lambda: channels.all_gather(buffer, bounds, "report").wait()
+        return lambda: channels.shard.all_gather(buffer, bounds, "report").wait()
     out = torch.zeros_like(buffer[bounds[rank] : bounds[rank + 1]])
     return lambda: channels.reduce_scatter(buffer, bounds, out, "report", accumulate=False).wait()
 
 
 def _time(operation: Callable[[], object], wire: torch.device) -> float:
     """Seconds of one call: the mean of several, of the rank that took longest. The same on all ranks."""
-    first = _agreed(_timed(operation, wire, 1), wire)
+    first = _agreed(world.seconds_of(operation, 1, wire), wire)
     if first > TOO_SLOW_SECONDS:
         return first
     count = max(2, min(_MOST_REPEATS, int(SIZE_SECONDS / max(first, 1e-6))))
-    return _agreed(_timed(operation, wire, count) / count, wire)
-
-
-def _timed(operation: Callable[[], object], wire: torch.device, count: int) -> float:
-    world.barrier("before a time is taken")
-    synchronize(wire)
-    start = time.perf_counter()
-    for _ in range(count):
-        operation()
-    synchronize(wire)
-    return time.perf_counter() - start
+    return _agreed(world.seconds_of(operation, count, wire), wire)
 
 
 def _agreed(seconds: float, wire: torch.device) -> float:

@@ -37,7 +37,7 @@ def gathered(model: ShardedModel, flat_group: FlatGroup, owned: torch.Tensor, wh
         return owned
     full = torch.empty(flat_group.layout.numel, dtype=owned.dtype, device=owned.device)
     channels = model.comm.of(flat_group.plan.family)
-    channels.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()
+    channels.shard.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()
     model.comm.fence()  # the script may write to parameters next, which other ranks may still be reading
     return full
 

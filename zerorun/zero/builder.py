@@ -64,7 +64,7 @@ def map_shards(plan: ShardingPlan, comm: Communicator) -> dict[Family, MappedSha
     for group in plan.flat_groups:
         if group.mapped:
             sizes.setdefault(group.family, []).append(group.shard_numel * group.dtype.itemsize)
-    found = {family: comm.of(family).map_shards(sizes[family]) for family in Family if family in sizes}
+    found = {family: comm.of(family).shard.map_shards(sizes[family]) for family in Family if family in sizes}
     made = {family: mapping for family, mapping in found.items() if mapping is not None}
     alike = comm.topology.expert == 1 or all(comm.control.data_values(len(made) == len(sizes)))
     if alike and len(made) == len(sizes):

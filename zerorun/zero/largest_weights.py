@@ -25,7 +25,7 @@ def share_largest(units: Sequence[Unit], comm: Communicator) -> None:
     mine, table = (torch.empty(size * sum(counts), device=comm.device) for size in (1, ranks))
     for group, own in zip(groups, mine.split(counts), strict=True):
         own.copy_(group.largest_here())
-    comm.dense.all_gather(table, range(0, table.numel() + 1, mine.numel()), LARGEST, mine, until_given=True).wait()
+    comm.dense.shard.all_gather(table, range(0, table.numel() + 1, mine.numel()), LARGEST, mine, until_given=True).wait()
     largest = table.view(ranks, -1).amax(0)
     if any(on_host(group.shard) for group in groups) and not on_host(comm.device):
         synchronize(comm.device)  # their codes are made on the host

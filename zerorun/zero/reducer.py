@@ -113,8 +113,8 @@ class Reducer:
         unit.finish_reduce()
         for flat_group in unit.trainable if self._gathers_reduced else ():
             label = f"{unit.name}: all-gather gradients"
-            channels = self._comm.of(flat_group.plan.family)
-            self._gathering.append(channels.all_gather(flat_group.grad_full, flat_group.layout.bounds, label))
+            shard = self._comm.of(flat_group.plan.family).shard
+            self._gathering.append(shard.all_gather(flat_group.grad_full, flat_group.layout.bounds, label))
 
     def end(self, *, held: bool, in_slot: Callable[[Unit], bool]) -> None:
         """The backward is over; look for gradients that are late. ``held``: they are not complete yet.

@@ -197,7 +197,7 @@ class Runtime:
         still = [unit for unit in made.units if not unit.resident and not unit.placement.optimizer]
         exposed = [flat_group for unit in still for flat_group in unit.flat_groups if not flat_group.plan.resident]
         for family in {flat_group.plan.family: None for flat_group in exposed}:
-            comm.of(family).expose([flat_group.shard for flat_group in exposed if flat_group.plan.family is family])
+            comm.of(family).shard.expose([flat_group.shard for flat_group in exposed if flat_group.plan.family is family])
 
     @property
     def units(self) -> list[Unit]:

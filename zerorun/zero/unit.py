@@ -226,7 +226,7 @@ class Unit:
         for group in self.trainable:
             adds, channels = group.adds_to_reduced, comm.of(group.plan.family)
             if group.plan.unpacked:
-                pending = channels.sum_parts(group.parts(), group.pieces, group.grad_shard, label, accumulate=adds)
+                pending = channels.shard.sum_parts(group.parts(), group.pieces, group.grad_shard, label, accumulate=adds)
             else:
                 full, shard, bounds = group.grad_full, group.grad_shard, group.layout.bounds
                 codes = coding.of(label, full.device, group.residual) if group.plan.codes_gradients else None

@@ -11,7 +11,6 @@ import torch
 
 from ...errors import OrderError
 from ..device import Arrival, queues
-from ..layout import Piece
 from ..replication import Family
 from ..secondary import Secondary
 from ..topology import Topology, everyone
@@ -19,7 +18,6 @@ from ..transports import PEER_MEMORY, reads_parts
 from .coded_sum import Codes, reduce_scatter_codes
 from .connect import connect_axis
 from .control import Control
-from .mapped_shards import MappedShards
 from .peer_memory import PeerMemoryError
 from .second_copy import SecondCopy
 from .statistics import UNANSWERED, CommunicationStatistics, Pending
@@ -33,7 +31,7 @@ _live: weakref.WeakSet[Communicator] = weakref.WeakSet()
 class Channels:
     """``shard``: between the ranks that divide the states of a family. ``replicate``: between those with the same shard.
 
-    What is sent of gradients has dtype ``wire_dtype``.
+    What is sent of gradients has dtype ``wire_dtype``. What needs the shard axis alone is asked of ``shard`` itself.
     """
 
     def __init__(self, shard: Transport, replicate: Transport, wire_dtype: torch.dtype) -> None:
@@ -43,21 +41,6 @@ class Channels:
         """Replace ``tensor``, in place, by that of the family's first rank. For set-up."""
         self.replicate.broadcast(tensor, label)
         self.shard.broadcast(tensor, label)
-
-    def all_gather(
-        self,
-        full: torch.Tensor,
-        bounds: Sequence[int],
-        label: str,
-        source: torch.Tensor | None = None,
-        *,
-        until_given: bool = False,
-    ) -> Pending:
-        """Fill ``full`` [bounds[-1]] from the shards. ``source``: this rank's, unless it is in place.
-
-        ``until_given``: return from ``wait`` only when all others have read this rank's part.
-        """
-        return self.shard.all_gather(full, bounds, label, source, until_given=until_given)
 
     def reduce_scatter(
         self,
@@ -92,15 +75,6 @@ class Channels:
             total = Pending(statistics, over_replicas, [inner], more)
         return Pending(statistics, label, [total], lambda: store(own, out, accumulate), inner.go_on)
 
-    def sum_parts(
-        self, parts: Sequence[torch.Tensor], pieces: Sequence[Piece], out: torch.Tensor, label: str, *, accumulate: bool
-    ) -> Pending:
-        """``reduce_scatter`` of fp32 tensors [numel] that are not in one buffer, and are not packed: see ``reads_parts``.
-
-        ``pieces``: what of them is this rank's, and where in ``out`` it goes. They must not change before ``wait``.
-        """
-        return self.shard.sum_parts(parts, pieces, out, label, accumulate=accumulate)
-
     # -- memory that ranks read of one another -------------------------------------------------------------------
 
     @property
@@ -116,14 +90,6 @@ class Channels:
             return None
         names = self.shard.names
         return lambda rank, address, out: memory.read_tensor(names.index(rank), address, out)
-
-    def map_shards(self, sizes: Sequence[int]) -> MappedShards | None:
-        """Room for shards of ``sizes`` bytes in memory that ranks share; None where they cannot. All must call it."""
-        return self.shard.map_shards(sizes)
-
-    def expose(self, shards: Sequence[torch.Tensor]) -> None:
-        """``shards``, the sources of gathers, change only after a fence: others may read them without asking."""
-        self.shard.expose(shards)
 
 
 class Communicator:

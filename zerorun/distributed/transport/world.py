@@ -5,9 +5,9 @@ Engines move their data by transports, which count it, and decide by control.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from time import monotonic_ns
+from time import monotonic_ns, perf_counter
 from typing import TypeVar
 
 import torch
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...errors import MessageError
 from ...watch.board import only
-from ..device import is_simulated, on_gpu
+from ..device import is_simulated, on_gpu, synchronize
 from ..topology import everyone
 from ..waits import waiting
 from ..wire import decode, encode
@@ -34,6 +34,18 @@ def size() -> int:
 def rank() -> int:
     """This rank's number."""
     return dist.get_rank()
+
+
+def seconds_of(run: Callable[[], object], count: int, device: torch.device) -> float:
+    """Mean seconds of ``count`` calls, until ``device`` has done them. Ranks of a process group begin at once."""
+    if dist.is_initialized():
+        barrier("before a time is taken")
+    synchronize(device)
+    begun = perf_counter()
+    for _ in range(count):
+        run()
+    synchronize(device)
+    return (perf_counter() - begun) / count
 
 
 def uses_nccl(device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
