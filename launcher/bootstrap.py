@@ -1,4 +1,4 @@
-"""Code that runs in the processes that the supervisor forks: in a worker before exec, and in the guard.
+"""How the supervisor starts processes, and code that runs in those that it forks: in a worker before exec, in the guard.
 
 Two things must hold even when the launcher itself is killed with SIGKILL: no worker survives, and neither does what
 the workers started (data loader processes, shells). The kernel's parent-death signal does the first; it reaches
@@ -18,7 +18,11 @@ import ctypes
 import os
 import secrets
 import signal
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from zerorun.errors import LaunchError
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
@@ -90,6 +94,16 @@ class Guard:
         os.close(self._writer)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
+
+
+def start_process(rank: int, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process in a group of its own, with pipes. Raises LaunchError."""
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(argv, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, **options)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise LaunchError(f"rank {rank}: cannot start {argv[0]!r}: {reason}") from None
 
 
 def stand_apart(name: bytes, reader: int) -> None:

@@ -1,6 +1,6 @@
 """The ``zerorun`` command: ``zerorun [options] script.py [script args...]``.
 
-Reads the command line and the machine (hosts, devices, cores, terminal), makes a request and has a job run it.
+Makes a request of the command line (options.py), the hosts (chosen_hosts.py) and the machine, and has a job run it.
 """
 
 from __future__ import annotations
@@ -19,24 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 from zerorun.errors import ConfigError, LaunchError
 
+from .options import build_parser, parse_args
+
 if TYPE_CHECKING:
     from .carriers import CarrierOptions
     from .dump import RankState
     from .hosts import Host
     from .job_plan import JobOptions, LaunchRequest
 
-VERIFY = "verify"  # the script that zerorun has: module:function --config FILE
 USAGE_STATUS = 2  # the job was refused before a worker was started
 _CONFIG_OPTIONS = ("--config", "--deepspeed_config", "--deepspeed-config")
-_LAUNCHERS = ("local", "ssh", "slurm", "pdsh", "openmpi")
 _ENV_FILES = (".deepspeed_env", ".zerorun_env")  # in the home directory, then in the current one; later ones win
-
-_EPILOG = """\
-Options after the script are the script's own and reach it unchanged.
-zerorun [options] verify module:function --config FILE compares the training that the function describes with one process.
-exit status: that of the worker that failed first (128 + n if signal n ended it); 69 if a host failed first; 0 if all
-ended well; 2 if nothing was started.
-"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -61,6 +54,7 @@ def _launch(args: argparse.Namespace) -> int:
     if args.sbatch:
         return _submit(args)
     from .carriers import CARRIERS  # here, so that --help does not pay for it
+    from .chosen_hosts import by_hand, choose_hosts
     from .job import Job
     from .job_plan import JobOptions
     from .sbatch import REQUEUE_STATUS, requeue
@@ -117,6 +111,7 @@ def _ask_jobs(args: argparse.Namespace) -> int:
     from zerorun.log import print_lines
 
     from .carriers import CARRIERS
+    from .chosen_hosts import choose_hosts, own_names
     from .dump import chosen, gather, nodes_of, on_this_host, one_job, page, trace_on_this_host
 
     job = args.dump if args.trace is None else args.trace
@@ -156,12 +151,6 @@ def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping
     with reserve_port(args.master_port) as port:
         meeting = on_one_host(name, args.master_addr, port)
         return render(build_plan(request, meeting, cores={name: usable_cores()}))
-
-
-def by_hand(args: argparse.Namespace) -> bool:
-    """Return True if the other hosts join by themselves, by a command that is typed on each of them."""
-    alone = args.hostfile is None and args.launcher in (None, "local")
-    return args.node_rank is not None or (alone and args.rdzv_endpoint is not None and (args.num_nodes or 1) > 1)
 
 
 def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptions) -> int:
@@ -244,431 +233,11 @@ def _without_sbatch(words: Sequence[str]) -> list[str]:
     return [word for word in words if word.partition("=")[0].replace("_", "-") not in submitting]
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zerorun",
-        usage="zerorun [options] script.py [script args...]",
-        description="Start one worker per device, on this machine or on many hosts, and see them through.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    _add_worker_options(parser)
-    _add_host_options(parser)
-    _add_run_options(parser)
-    parser.add_argument("--version", action="version", version=f"zerorun {_version()}")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
-
-
-def _add_worker_options(parser: argparse.ArgumentParser) -> None:
-    _add(
-        parser,
-        "--nproc-per-node",
-        "--nproc",
-        "--num-gpus",
-        "--num-accelerators",
-        type=_worker_count,
-        default="auto",
-        metavar="N",
-        help="workers of a host: a number, gpu (visible GPUs), cpu (usable cores) or auto (the slots of the "
-        "hostfile or of SLURM, visible GPUs, else 1; the default)",
-    )
-    _add(parser, "-m", "--module", action="store_true", help="the script is a module name, as in python -m")
-    _add(parser, "--no-python", action="store_true", help="the script is a program to be run without Python")
-    _add(parser, "--python", metavar="PATH", help="Python on the other hosts (default: the path of this one)")
-    _add(
-        parser,
-        "--omp-threads",
-        type=_positive,
-        metavar="N",
-        help="OMP_NUM_THREADS of each worker (default: as in the environment, else cores / workers)",
-    )
-    _add(
-        parser,
-        "--bind-cores",
-        "--bind-cores-to-rank",
-        action="store_true",
-        help="bind each worker to its share of the host's cores, those of one NUMA node together",
-    )
-    _add(parser, "--bind-core-list", type=_cores, metavar="0-7,16", help="the cores to bind to; implies --bind-cores")
-    _add(parser, "--local-rank-arg", action="store_true", help="give the script --local_rank=N, as deepspeed does")
-    _add(
-        parser,
-        "--export",
-        action="append",
-        default=[],
-        metavar="NAME[=VALUE]",
-        type=_export,
-        help="give the workers this variable, also on other hosts; may be repeated",
-    )
-    _add(
-        parser,
-        "--as-deepspeed",
-        action="append_const",
-        dest="export",
-        const=("ZERORUN_AS_DEEPSPEED", "1"),
-        help="in the workers, import deepspeed gives zerorun: for scripts and trainers that know DeepSpeed",
-    )
-
-
-def _add_host_options(parser: argparse.ArgumentParser) -> None:
-    _add(parser, "-H", "--hostfile", metavar="FILE", help="lines such as: node1 slots=8 (user=NAME port=N); # comments")
-    _add(parser, "-i", "--include", default="", metavar="FILTER", help="only these: node1@node2:0,2@node[3-5]:0-3")
-    _add(parser, "--force-multi", action="store_true", help="reach this host by ssh, too, if it is in the hostfile")
-    _add(parser, "-e", "--exclude", default="", metavar="FILTER", help="all but these hosts and slots")
-    _add(
-        parser,
-        "--num-nodes",
-        "--nnodes",
-        type=_node_counts,
-        default=(None, None),
-        metavar="N",
-        help="the first N hosts; MIN:MAX: also --min-nodes MIN",
-    )
-    _add(
-        parser,
-        "--min-nodes",
-        type=_positive,
-        metavar="N",
-        help="start and restart without hosts that cannot be had, if N or more are left",
-    )
-    _add(
-        parser,
-        "--spares",
-        type=_count,
-        metavar="N",
-        help="keep the last N hosts (with --nnodes, N more) in reserve for those that are lost, and on all hosts processes "
-        "that have imported PyTorch, for the next restart; 0: only those",
-    )
-    _add(
-        parser,
-        "--launcher",
-        choices=_LAUNCHERS,
-        help="how to reach hosts (default: slurm in an allocation, ssh with a hostfile, else local); pdsh means ssh",
-    )
-    _add(parser, "--launcher-args", default="", metavar="ARGS", help="more arguments for ssh, srun or mpirun")
-    _add(
-        parser,
-        "--node-rank",
-        type=_count,
-        metavar="K",
-        help="no ssh: the same command is typed on each of --nnodes hosts, with K = 0 where --master-addr is",
-    )
-    _add(
-        parser,
-        "--secret-file",
-        type=Path,
-        metavar="FILE",
-        help="with --node-rank: holds what hosts must know to join; mode 0600, on all hosts. Node 0 makes it if it is not "
-        "there. Without it: ZERORUN_JOB_SECRET, or node 0 shows one on its terminal",
-    )
-    _add(parser, "--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="--master-addr and --master-port in one")
-    _add(parser, "--rdzv-id", default="none", metavar="ID", help="a name of the job, the same on all hosts")
-    _add(parser, "--rdzv-backend", choices=["static", "c10d"], help="as torchrun; changes nothing here")
-    _add(parser, "--standalone", action="store_true", help="as torchrun: this machine only, a free port; the default")
-    _add(parser, "--sbatch", action="store_true", help="write a batch script with this command and submit it to SLURM")
-    _add(parser, "--sbatch-args", default="", metavar="ARGS", help='options of sbatch, such as "--time=1:00:00 -p gpu"')
-    _add(parser, "--ssh-port", type=_positive, metavar="PORT", help="port of the hosts' ssh servers")
-    _add(parser, "--master-addr", metavar="ADDR", help="rendezvous address (default: the first host's own)")
-    _add(parser, "--master-port", type=_port, metavar="PORT", help="rendezvous port (default: a free one)")
-
-
-def _add_run_options(parser: argparse.ArgumentParser) -> None:
-    _add(
-        parser,
-        "--log-dir",
-        "--enable-each-rank-log",
-        type=Path,
-        metavar="DIR",
-        help="also append each stream to DIR/rankN.{stdout,stderr}.log",
-    )
-    _add(
-        parser,
-        "-t",
-        "--tee",
-        type=_streams,
-        default={},
-        metavar="0-3",
-        help="streams to show: 0 none, 1 stdout, 2 stderr, 3 both (the default); what is not shown is in --log-dir",
-    )
-    _add(parser, "--local-ranks-filter", type=_ranks, metavar="0,1", help="show the output of these local ranks only")
-    _add(
-        parser,
-        "--grace",
-        type=_seconds,
-        default=5.0,
-        metavar="SECONDS",
-        help="time between a request to end and SIGKILL (default: 5); raise it for scripts that save on SIGTERM",
-    )
-    _add(
-        parser,
-        "--max-restarts",
-        type=_count,
-        default=0,
-        metavar="N",
-        help="start all workers again, up to N times, after a worker or host has failed (default: 0)",
-    )
-    _add(
-        parser,
-        "--no-config-check",
-        action="store_true",
-        help="do not check the .json file that the script gets by --config or --deepspeed_config",
-    )
-    _add(
-        parser,
-        "--dump",
-        nargs="?",
-        const="",
-        metavar="JOB",
-        help="start nothing: print what all ranks of the jobs on the hosts are doing, with their stacks. JOB: only that "
-        "one, by its number in SLURM, its --rdzv-id of torchrun, or MASTER_ADDR:MASTER_PORT",
-    )
-    _add(
-        parser,
-        "--trace",
-        nargs="?",
-        const="",
-        metavar="JOB",
-        help="start nothing: have a running job trace its next steps, in a file in the folder of its rank 0. JOB: as of "
-        "--dump, if there are several",
-    )
-    _add(parser, "--steps", type=_positive, default=3, metavar="N", help="with --trace: how many (default: 3)")
-    _add(parser, "--dry-run", dest="dry_run", action="store_const", const="text", help="print the plan; start nothing")
-    _add(parser, "--dry-run=json", dest="dry_run", action="store_const", const="json", help="the same as JSON")
-
-
-def _add(parser: argparse.ArgumentParser, *names: str, **options: Any) -> None:
-    """Add an option; each long name is also understood with underscores, which --help does not repeat."""
-    action = parser.add_argument(*names, **options)
-    twins = ["--" + name[2:].replace("-", "_") for name in names if "-" in name[2:]]
-    if twins:
-        hidden = {**options, "dest": action.dest, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-        parser.add_argument(*twins, **hidden)
-
-
-def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Return ``argv`` as a namespace with ``target`` and ``target_args``; exit with status 2 if it cannot be parsed."""
-    argv = _joined(parser, argv)
-    args, unknown = parser.parse_known_args(argv)
-    if unknown:
-        parser.error(f"unknown option {unknown[0]}. Options of the script belong after the script.")
-    command = args.command[1:] if args.command[:1] == ["--"] else args.command
-    args.words = argv
-    args.target, *args.target_args = command or [""]
-    least, args.num_nodes = args.num_nodes
-    args.min_nodes = args.min_nodes or least
-    args.asks_jobs = args.dump is not None or args.trace is not None
-    if args.asks_jobs:
-        if command:
-            option = "--dump" if args.trace is None else "--trace"
-            parser.error(f"{option} starts nothing: what is {command[0]!r} for?")
-        return args
-    if not command:
-        parser.error("no script given")
-    if args.module and args.no_python:
-        parser.error("--module and --no-python exclude each other")
-    if command[0] == VERIFY and not os.path.exists(VERIFY):
-        args.module, args.target = True, "zerorun.verify"
-    if not args.module and not args.no_python and not os.path.exists(args.target):
-        parser.error(f"script not found: {args.target}")
-    return args
-
-
-def _joined(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
-    """Write our own options as --name=value: argparse takes a value that begins with a dash, as ssh's do, for an option."""
-    words = list(argv)
-    for index, word in enumerate(words):
-        action = parser._option_string_actions.get(word)
-        if not word.startswith("-") or word == "--":
-            break
-        if word.startswith("--") and action is not None and action.nargs is None and index + 1 < len(words):
-            rest = _joined(parser, words[index + 2 :])
-            return [*words[:index], f"{word}={words[index + 1]}", *rest]
-        if action is not None and action.nargs is None:  # a short one: the next word is its value
-            return [*words[: index + 2], *_joined(parser, words[index + 2 :])]
-    return words
-
-
-def _version() -> str:
-    import zerorun
-
-    return zerorun.__version__
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
-
-
-def _port(text: str) -> int | None:
-    """Return the port; None for 0, which asks for any free one."""
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port number (0 to 65535)")
-    return int(text) or None
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not 0 <= seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
-
-
-def _worker_count(text: str) -> int | str:
-    return text if text in ("auto", "gpu", "cpu") else _positive(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return int(text)
-
-
-def _cores(text: str) -> tuple[int, ...]:
-    from .facts import parse_cores
-
-    try:
-        return tuple(parse_cores(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0-7,16") from None
-
-
-def _streams(text: str) -> dict[str, bool]:
-    if text not in ("0", "1", "2", "3"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not 0, 1, 2 or 3")
-    return {"stdout": text in "13", "stderr": text in "23"}
-
-
-def _ranks(text: str) -> frozenset[int]:
-    return frozenset(_count(item) for item in text.split(","))
-
-
-def _endpoint(text: str) -> str:
-    host, _, port = text.rpartition(":")
-    if not host:
-        return f"{text}:29500"
-    _port(port)
-    return f"{host.strip('[]')}:{port}"
-
-
-def _node_counts(text: str) -> tuple[int | None, int]:
-    """``N`` or ``MIN:MAX``."""
-    low, colon, high = text.partition(":")
-    if not colon:
-        return None, _positive(text)
-    if _positive(low) > _positive(high):
-        raise argparse.ArgumentTypeError(f"{text!r}: the first number is larger than the second")
-    return int(low), int(high)
-
-
-def _export(text: str) -> tuple[str, str | None]:
-    name, equals, value = text.partition("=")
-    if not name.isidentifier():
-        raise argparse.ArgumentTypeError(f"{name!r} is not the name of a variable")  # the value may be a secret
-    return name, value if equals else None
-
-
-def own_names() -> set[str]:
-    """The names by which a hostfile may call this machine."""
-    name = socket.gethostname()
-    return {"localhost", "127.0.0.1", "::1", name.lower(), name.partition(".")[0].lower()}
-
-
-def choose_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, list[Host]]:
-    """Return (name of the launcher, hosts with the slots to use), from the command line, the hostfile and SLURM."""
-    from .hosts import Host, first_hosts, limit_slots, parse_hostfile, select, slurm_hosts
-
-    asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
-    launcher = args.launcher
-    if args.hostfile is not None:
-        launcher = launcher or "ssh"
-        if launcher == "local":
-            raise LaunchError("--launcher local reaches no host of a hostfile. Remedy: leave one of the two out.")
-        hosts = parse_hostfile(_read(args.hostfile), args.hostfile)
-    elif launcher == "slurm" or (launcher is None and in_allocation(environment) and not by_hand(args)):
-        launcher = "slurm"
-        if "SLURM_JOB_NODELIST" not in environment:
-            raise LaunchError("--launcher slurm: this is no SLURM allocation. Remedy: run it in salloc or sbatch.")
-        hosts = slurm_hosts(environment, asked)
-        if args.nproc_per_node == "auto":
-            hosts = [Host(host.name, host.slots or (0,)) for host in hosts]
-    elif launcher in (None, "local"):
-        return "local", _own_host(args, environment)
-    else:
-        raise LaunchError(f"--launcher {launcher}: no hosts are given. Remedy: give --hostfile.")
-    hosts, spares = select(hosts, args.include, args.exclude), args.spares or 0
-    count = None if args.num_nodes is None else args.num_nodes + spares
-    hosts = limit_slots(first_hosts(hosts, count, args.min_nodes), asked)
-    _check_spares(hosts, spares)
-    return launcher, hosts
-
-
-def _check_spares(hosts: Sequence[Host], spares: int) -> None:
-    if spares >= len(hosts):
-        raise LaunchError(
-            f"--spares {spares}: of {len(hosts)} hosts, none is left. Remedy: give more hosts, or fewer spares."
-        )
-    slots = [len(host.slots or ()) for host in hosts]
-    if spares and len(set(slots)) > 1:
-        raise LaunchError(
-            f"--spares {spares}: hosts have {slots} slots, and one cannot stand in for another. Remedy: equal slots."
-        )
-
-
-def in_allocation(environment: Mapping[str, str]) -> bool:
-    """Return True in a SLURM allocation, except in one of several tasks of an srun step: that one has its part already."""
-    inside = environment.get("SLURM_STEP_ID", "").isdigit() and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
-    return "SLURM_JOB_NODELIST" in environment and not inside
-
-
-def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[Host]:
-    from .hosts import Host, limit_slots, select
-
-    if args.spares:
-        raise LaunchError(
-            f"--spares {args.spares}: no hosts are given to be in reserve. Remedy: --spares 0, or --hostfile."
-        )
-    if args.num_nodes not in (None, 1) and not by_hand(args):
-        raise LaunchError(f"--num-nodes {args.num_nodes}: no hosts are given. Remedy: give --hostfile, or run in SLURM.")
-    if not args.include and not args.exclude:
-        return [Host("localhost", tuple(range(count_workers(args.nproc_per_node, environment))))]
-    from .facts import visible_gpus
-
-    asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
-    hosts = [Host("localhost", tuple(range(max(1, visible_gpus(environment)))))]
-    return limit_slots(select(hosts, args.include, args.exclude), asked)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise LaunchError(f"--hostfile {path}: {reason}. Remedy: give a file with a line for each host.") from None
-
-
-def count_workers(asked: int | str, environment: Mapping[str, str]) -> int:
-    from .facts import usable_cores, visible_gpus
-
-    if isinstance(asked, int):
-        return asked
-    if asked == "cpu":
-        return len(usable_cores())
-    gpus = visible_gpus(environment)
-    if asked == "gpu" and gpus == 0:
-        raise LaunchError("--nproc-per-node gpu: no GPU is visible here. Remedy: give a number, or cpu.")
-    return max(1, gpus)
-
-
 def make_request(
     args: argparse.Namespace, launcher: str, hosts: Sequence[Host], environment: Mapping[str, str]
 ) -> LaunchRequest:
     """Decide every default from the machine and ``environment``."""
+    from .chosen_hosts import own_names
     from .job_plan import INTERFACE_NAMES, LaunchRequest, ProgramKind, exported
 
     inherited = environment.get("OMP_NUM_THREADS", "")

@@ -21,26 +21,24 @@ import errno
 import os
 import selectors
 import signal
-import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import BinaryIO, Protocol
 
 from zerorun.errors import LaunchError
 from zerorun.watch.board import RankProgress
 from zerorun.watch.pace import Window
 
 from .boards import Boards, Seen
-from .bootstrap import Guard, adopt_orphans, die_with, new_mark
+from .bootstrap import Guard, adopt_orphans, new_mark, start_process
 from .facts import CGROUPS, OWN_CGROUP, cgroups
 from .flight_recorder import FlightRecorder
 from .job_plan import WorkerCommand, full_environment
 from .keeper import Keeper
-from .warm import SAFE_PATH, ForkedWorker, WarmWorker, command_of
+from .warm import ForkedWorker, WarmWorkers
 
 GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there
 DRAIN_SECONDS = 1.0  # for the pipes of workers that have ended
@@ -210,8 +208,9 @@ class LocalNode:
         if process is not None:
             guard.watch(process.pid)
         else:
-            process = _popen(
-                command,
+            process = start_process(
+                command.rank,
+                command.argv,
                 env={**environment, **told},
                 pass_fds=files,
                 stdin=None if gives_stdin else subprocess.DEVNULL,
@@ -444,79 +443,6 @@ class LocalNode:
         reserve = self.warm_workers.pids()  # after the look at children: whoever is adopted has told of it before
         known = {*guard, self.keeper.pid, *(worker.pid for worker in self._workers), *_other_children, *reserve}
         return [pid for pid in children if pid not in known and os.waitpid(pid, os.WNOHANG) == (0, 0)]
-
-
-def _popen(command: WorkerCommand, **options: Any) -> subprocess.Popen[bytes]:
-    """Start a process in a group of its own, with pipes. Raises LaunchError."""
-    pipe = subprocess.PIPE
-    try:
-        return subprocess.Popen(command.argv, stdout=pipe, stderr=pipe, bufsize=0, start_new_session=True, **options)
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise LaunchError(f"rank {command.rank}: cannot start {command.argv[0]!r}: {reason}") from None
-
-
-class WarmWorkers:
-    """Processes in reserve, which have imported what workers import, at most one for each local rank."""
-
-    def __init__(self, base: Mapping[str, str], mark: Mapping[str, str]) -> None:
-        self._base, self._mark = base, mark
-        self._workers: dict[int, WarmWorker] = {}
-
-    def keep(self, commands: Iterable[WorkerCommand]) -> None:
-        """Have one in reserve for each of ``commands``, of which only what is the same for all ranks counts.
-
-        Those that do not suit are replaced. Raises LaunchError.
-        """
-        for command in commands:
-            kept = self._workers.get(command.local_rank)
-            if kept is None or not kept.suits(command):
-                self._end(command.local_rank)
-                self._workers[command.local_rank] = self._start(command)
-
-    def _start(self, command: WorkerCommand) -> WarmWorker:
-        ours, theirs = socket.socketpair()
-        parent = os.getpid()
-
-        def before_exec() -> None:
-            die_with(parent)
-            if command.cores:
-                os.sched_setaffinity(0, command.cores)
-
-        with theirs:
-            environment = {**full_environment(command, self._base), **self._mark, **SAFE_PATH}
-            files, start = (theirs.fileno(),), replace(command, argv=command_of(command, theirs.fileno()))
-            process = _popen(start, env=environment, pass_fds=files, stdin=subprocess.DEVNULL, preexec_fn=before_exec)
-        return WarmWorker(command, process, ours, environment)
-
-    def become(
-        self, command: WorkerCommand, environment: Mapping[str, str], files: Sequence[int], stdin: bool
-    ) -> subprocess.Popen[bytes] | ForkedWorker | None:
-        """Let one become ``command``, and return its process; None if none suits. The arguments: as of WarmWorker."""
-        kept = self._workers.get(command.local_rank)
-        if kept is None or not kept.suits(command):
-            return None
-        try:
-            return kept.become(command, environment, files, stdin)
-        except OSError:  # it has ended meanwhile
-            self._end(command.local_rank)
-            return None
-
-    def pids(self) -> set[int]:
-        """Their processes, all that have been adopted among them."""
-        for kept in self._workers.values():
-            kept.look()
-        return {pid for kept in self._workers.values() for pid in kept.pids}
-
-    def _end(self, local_rank: int) -> None:
-        kept = self._workers.pop(local_rank, None)
-        if kept is not None:
-            kept.end()
-
-    def end(self) -> None:
-        """End them all."""
-        for local_rank in list(self._workers):
-            self._end(local_rank)
 
 
 _other_children: set[int] = set()

@@ -20,14 +20,14 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import IO, Any
 
-from .bootstrap import die_with
-from .job_plan import WorkerCommand
+from .bootstrap import die_with, start_process
+from .job_plan import WorkerCommand, full_environment
 
-SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # while it imports: nothing from the current folder
+_SAFE_PATH = {"PYTHONSAFEPATH": "1"}  # while it imports: nothing from the current folder
 _MOST_FILES = 5
 _NUMBER = 4  # bytes of what is said on the line: the number of a process, the length of an order
 _ANSWER_S = 10.0
@@ -118,6 +118,70 @@ class WarmWorker:
                 pipe.close()
 
 
+class WarmWorkers:
+    """Processes in reserve, which have imported what workers import, at most one for each local rank."""
+
+    def __init__(self, base: Mapping[str, str], mark: Mapping[str, str]) -> None:
+        self._base, self._mark = base, mark
+        self._workers: dict[int, WarmWorker] = {}
+
+    def keep(self, commands: Iterable[WorkerCommand]) -> None:
+        """Have one in reserve for each of ``commands``, of which only what is the same for all ranks counts.
+
+        Those that do not suit are replaced. Raises LaunchError.
+        """
+        for command in commands:
+            kept = self._workers.get(command.local_rank)
+            if kept is None or not kept.suits(command):
+                self._end(command.local_rank)
+                self._workers[command.local_rank] = self._start(command)
+
+    def _start(self, command: WorkerCommand) -> WarmWorker:
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+
+        def before_exec() -> None:
+            die_with(parent)
+            if command.cores:
+                os.sched_setaffinity(0, command.cores)
+
+        with theirs:
+            environment = {**full_environment(command, self._base), **self._mark, **_SAFE_PATH}
+            argv = (command.argv[0], "-u", "-m", "zerorun.launcher.warm", str(theirs.fileno()))
+            given: dict[str, Any] = {"env": environment, "pass_fds": (theirs.fileno(),), "stdin": subprocess.DEVNULL}
+            process = start_process(command.rank, argv, **given, preexec_fn=before_exec)
+        return WarmWorker(command, process, ours, environment)
+
+    def become(
+        self, command: WorkerCommand, environment: Mapping[str, str], files: Sequence[int], stdin: bool
+    ) -> subprocess.Popen[bytes] | ForkedWorker | None:
+        """Let one become ``command``, and return its process; None if none suits. The arguments: as of WarmWorker."""
+        kept = self._workers.get(command.local_rank)
+        if kept is None or not kept.suits(command):
+            return None
+        try:
+            return kept.become(command, environment, files, stdin)
+        except OSError:  # it has ended meanwhile
+            self._end(command.local_rank)
+            return None
+
+    def pids(self) -> set[int]:
+        """Their processes, all that have been adopted among them."""
+        for kept in self._workers.values():
+            kept.look()
+        return {pid for kept in self._workers.values() for pid in kept.pids}
+
+    def _end(self, local_rank: int) -> None:
+        kept = self._workers.pop(local_rank, None)
+        if kept is not None:
+            kept.end()
+
+    def end(self) -> None:
+        """End them all."""
+        for local_rank in list(self._workers):
+            self._end(local_rank)
+
+
 class ForkedWorker:
     """A worker that a process in reserve has forked: what the supervisor needs of ``subprocess.Popen``."""
 
@@ -134,11 +198,6 @@ class ForkedWorker:
 
 def _fixed(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in _OF_A_RANK}
-
-
-def command_of(command: WorkerCommand, line: int) -> tuple[str, ...]:
-    """Return what starts a process that can become ``command``."""
-    return (command.argv[0], "-u", "-m", "zerorun.launcher.warm", str(line))
 
 
 # -- in the process ----------------------------------------------------------------------------------------------------

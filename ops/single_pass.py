@@ -470,7 +470,7 @@ class SinglePassOptimizer(torch.optim.Optimizer):
 
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
         """Return name -> initial value for the states of a parameter of ``group``."""
-        raise NotImplementedError
+        return dict.fromkeys(self._state_names, 0.0)
 
     @torch.no_grad()
     def update(
@@ -512,10 +512,14 @@ class SinglePassOptimizer(torch.optim.Optimizer):
             yield cut, Rounding(None if rest is None else rest[cut], origin.noise(step, purpose))
 
     _function: Callable[..., None]  # one of those above; takes weight, gradient and states
+    _state_names: tuple[str, ...] = ()
+    _settings: tuple[str, ...]  # those that ``_function`` takes
+    _counts = True  # ``_function`` takes the number of the step
 
     def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
         """Return the other arguments of ``_function`` for this step of ``param``."""
-        raise NotImplementedError
+        taken = {name: settings[name] for name in self._settings}
+        return {**taken, "step": self._count(param)} if self._counts else taken
 
     def _count(self, param: Tensor) -> int:
         """Count a step of ``param``, and return its number."""
@@ -590,15 +594,12 @@ class Adam(SinglePassOptimizer):
         for group in self.param_groups:  # a checkpoint of torch's Adam lacks it
             group.setdefault("bias_correction", True)
 
-    def _states(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0}
-
     _function = staticmethod(adam)
+    _state_names = ("exp_avg", "exp_avg_sq")
+    _settings = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 
     def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
-        names = ("lr", "betas", "eps", "weight_decay", "bias_correction")
-        kept = {name: settings[name] for name in names}
-        return {**kept, "decoupled": settings["decoupled_weight_decay"], "step": self._count(param)}
+        return {**super()._options(param, settings), "decoupled": settings["decoupled_weight_decay"]}
 
 
 class Adam8bit(Adam):
@@ -652,10 +653,7 @@ class Adagrad(SinglePassOptimizer):
         return {"sum": group["initial_accumulator_value"]}
 
     _function = staticmethod(adagrad)
-
-    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
-        names = ("lr", "lr_decay", "eps", "weight_decay")
-        return {**{name: settings[name] for name in names}, "step": self._count(param)}
+    _settings = ("lr", "lr_decay", "eps", "weight_decay")
 
 
 class Lion(SinglePassOptimizer):
@@ -666,13 +664,10 @@ class Lion(SinglePassOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
-    def _states(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0}
-
     _function = staticmethod(lion)
-
-    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
-        return {name: settings[name] for name in ("lr", "betas", "weight_decay")}
+    _state_names = ("exp_avg",)
+    _settings = ("lr", "betas", "weight_decay")
+    _counts = False
 
 
 class SGD(SinglePassOptimizer):
@@ -696,10 +691,8 @@ class SGD(SinglePassOptimizer):
         return {"momentum_buffer": 0.0} if group["momentum"] else {}
 
     _function = staticmethod(sgd)
-
-    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
-        names = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "first")
-        return {name: settings[name] for name in names}
+    _settings = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "first")
+    _counts = False
 
 
 class AdamSAGE(SinglePassOptimizer):
@@ -727,14 +720,9 @@ class AdamSAGE(SinglePassOptimizer):
             params, {"lr": lr, "betas": tuple(betas), "beta3": beta3, "eps": eps, "weight_decay": weight_decay}
         )
 
-    def _states(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0, "exp_avg_sq": 0.0, "exp_avg_sensitivity": 0.0}
-
     _function = staticmethod(adam_sage)
-
-    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
-        names = ("lr", "betas", "beta3", "eps", "weight_decay")
-        return {**{name: settings[name] for name in names}, "step": self._count(param)}
+    _state_names = ("exp_avg", "exp_avg_sq", "exp_avg_sensitivity")
+    _settings = ("lr", "betas", "beta3", "eps", "weight_decay")
 
 
 class Sophia(SinglePassOptimizer):
@@ -764,13 +752,10 @@ class Sophia(SinglePassOptimizer):
         defaults = {"lr": lr, "betas": tuple(betas), "rho": rho, "weight_decay": weight_decay, "bs": bs, "eps": eps}
         super().__init__(params, {**defaults, "update_interval": int(update_interval)})
 
-    def _states(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"exp_avg": 0.0, "hessian": 0.0}
-
     _function = staticmethod(sophia)
-
-    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
-        return {name: settings[name] for name in ("lr", "betas", "rho", "bs", "eps", "weight_decay")}
+    _state_names = ("exp_avg", "hessian")
+    _settings = ("lr", "betas", "rho", "bs", "eps", "weight_decay")
+    _counts = False
 
     @torch.no_grad()
     def update_curvature(

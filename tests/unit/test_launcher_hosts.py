@@ -16,7 +16,7 @@ from harness import patience
 
 import zerorun
 from zerorun.errors import LaunchError
-from zerorun.launcher import cli
+from zerorun.launcher import chosen_hosts, cli
 from zerorun.launcher.agent import Agent
 from zerorun.launcher.carriers import CARRIERS, CarrierOptions
 from zerorun.launcher.facts import describe_host, interface_of, parse_cores, probe
@@ -38,6 +38,7 @@ from zerorun.launcher.job_plan import (
     split_cores,
 )
 from zerorun.launcher.line import Line, decode, encode
+from zerorun.launcher.options import build_parser, parse_args
 from zerorun.launcher.sbatch import batch_script
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
@@ -57,8 +58,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def plan(*argv: str, environment: dict[str, str] | None = None) -> JobPlan:
     """The plan for a command line, with a made-up rendezvous."""
     variables = environment or {}
-    args = cli.parse_args(cli.build_parser(), [*argv, "train.py"])
-    launcher, hosts = cli.choose_hosts(args, variables)
+    args = parse_args(build_parser(), [*argv, "train.py"])
+    launcher, hosts = chosen_hosts.choose_hosts(args, variables)
     request = cli.make_request(args, launcher, hosts, variables)
     return build_plan(request, Rendezvous("10.0.0.1", 29500, {"n1": "eth0", "n2": "ib0"}))
 
@@ -190,7 +191,7 @@ def test_cores_are_split_in_neighbours(folder: Path) -> None:
     assert split_cores([0, 2, 4, 1, 3], 2) == [(0, 2), (4, 1)]
     assert split_cores([0], 2) == [(), ()]
     assert parse_cores("0-3,8") == [0, 1, 2, 3, 8]
-    args = cli.parse_args(cli.build_parser(), ["--nproc=2", "--bind-cores", "train.py"])
+    args = parse_args(build_parser(), ["--nproc=2", "--bind-cores", "train.py"])
     request = cli.make_request(args, "local", [Host("localhost", (0, 1))], {})
     bound = build_plan(request, Rendezvous("127.0.0.1", 1), cores={"localhost": [0, 1, 2, 3]})
     assert [(worker.cores, worker.env["OMP_NUM_THREADS"]) for worker in bound.workers] == [((0, 1), "2"), ((2, 3), "2")]
@@ -408,5 +409,5 @@ def test_the_deepspeed_mode_reaches_all_workers(folder: Path) -> None:
 def test_this_host_is_reached_as_others_are_if_that_is_wanted(folder: Path) -> None:
     hosts = [Host(socket.gethostname(), (0, 1))]
     for options, local in (((), (hosts[0].name,)), (("--force-multi",), ())):
-        args = cli.parse_args(cli.build_parser(), [*options, "train.py"])
+        args = parse_args(build_parser(), [*options, "train.py"])
         assert cli.make_request(args, "ssh", hosts, {}).local_names == local

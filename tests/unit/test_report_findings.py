@@ -335,7 +335,7 @@ def test_a_hang_between_two_hosts_names_them() -> None:
         ({"ended": "time limit", "furthest": "barrier"}, "warning", "not done after 4 s; it was at barrier"),
         ({"ended": "refused", "words": ["zerorun: error: no", "No worker is running."]}, "error", "not started: no"),
         ({"ended": "failed", "words": ["killed by SIGSEGV"]}, "error", "killed by SIGSEGV"),
-        ({"ended": "hang", "silent": [1, 2]}, "error", "ranks 1, 2 did not start"),
+        ({"ended": "hang", "silent": [1, 2]}, "error", "ranks 1-2 did not start"),
         (
             {"ended": "failed", "errors": [{"rank": 0, "check": "barrier", "text": "E1"}, {"rank": 1, "check": "barrier",
                                                                                            "text": "E2"}]},

@@ -85,9 +85,7 @@ class Muon(SinglePassOptimizer):
         return {"momentum_buffer": 0.0} if group.get("use_muon") else {"exp_avg": 0.0, "exp_avg_sq": 0.0}
 
     _function = staticmethod(single_pass.adam)
-
-    def _options(self, param: Tensor, settings: dict[str, Any]) -> dict[str, Any]:
-        return {**{name: settings[name] for name in ("lr", "betas", "eps", "weight_decay")}, "step": self._count(param)}
+    _settings = ("lr", "betas", "eps", "weight_decay")
 
     @torch.no_grad()
     def update(

@@ -16,10 +16,12 @@ from typing import Any, NoReturn
 import zerorun
 from zerorun.errors import LaunchError
 from zerorun.launcher.carriers import CARRIERS
-from zerorun.launcher.cli import build_parser as launcher_parser
-from zerorun.launcher.cli import carrier_options, choose_hosts, in_allocation, own_names, parse_args
+from zerorun.launcher.chosen_hosts import choose_hosts, in_allocation, own_names
+from zerorun.launcher.cli import carrier_options
 from zerorun.launcher.facts import visible_gpus
 from zerorun.launcher.hosts import Host, limit_slots
+from zerorun.launcher.options import build_parser as launcher_parser
+from zerorun.launcher.options import parse_args
 from zerorun.log import counted, positive
 
 from . import collect, findings, live, page

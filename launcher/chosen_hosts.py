@@ -1,0 +1,103 @@
+"""The hosts of a job, and how they are reached: from the command line, the hostfile, SLURM and the machine."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from zerorun.errors import LaunchError
+
+from .facts import usable_cores, visible_gpus
+from .hosts import Host, first_hosts, limit_slots, parse_hostfile, select, slurm_hosts
+
+
+def by_hand(args: argparse.Namespace) -> bool:
+    """Return True if the other hosts join by themselves, by a command that is typed on each of them."""
+    alone = args.hostfile is None and args.launcher in (None, "local")
+    return args.node_rank is not None or (alone and args.rdzv_endpoint is not None and (args.num_nodes or 1) > 1)
+
+
+def own_names() -> set[str]:
+    """The names by which a hostfile may call this machine."""
+    name = socket.gethostname()
+    return {"localhost", "127.0.0.1", "::1", name.lower(), name.partition(".")[0].lower()}
+
+
+def choose_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, list[Host]]:
+    """Return (name of the launcher, hosts with the slots to use), from the command line, the hostfile and SLURM."""
+    asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
+    launcher = args.launcher
+    if args.hostfile is not None:
+        launcher = launcher or "ssh"
+        if launcher == "local":
+            raise LaunchError("--launcher local reaches no host of a hostfile. Remedy: leave one of the two out.")
+        hosts = parse_hostfile(_read(args.hostfile), args.hostfile)
+    elif launcher == "slurm" or (launcher is None and in_allocation(environment) and not by_hand(args)):
+        launcher = "slurm"
+        if "SLURM_JOB_NODELIST" not in environment:
+            raise LaunchError("--launcher slurm: this is no SLURM allocation. Remedy: run it in salloc or sbatch.")
+        hosts = slurm_hosts(environment, asked)
+        if args.nproc_per_node == "auto":
+            hosts = [Host(host.name, host.slots or (0,)) for host in hosts]
+    elif launcher in (None, "local"):
+        return "local", _own_host(args, environment)
+    else:
+        raise LaunchError(f"--launcher {launcher}: no hosts are given. Remedy: give --hostfile.")
+    hosts, spares = select(hosts, args.include, args.exclude), args.spares or 0
+    count = None if args.num_nodes is None else args.num_nodes + spares
+    hosts = limit_slots(first_hosts(hosts, count, args.min_nodes), asked)
+    _check_spares(hosts, spares)
+    return launcher, hosts
+
+
+def _check_spares(hosts: Sequence[Host], spares: int) -> None:
+    if spares >= len(hosts):
+        raise LaunchError(
+            f"--spares {spares}: of {len(hosts)} hosts, none is left. Remedy: give more hosts, or fewer spares."
+        )
+    slots = [len(host.slots or ()) for host in hosts]
+    if spares and len(set(slots)) > 1:
+        raise LaunchError(
+            f"--spares {spares}: hosts have {slots} slots, and one cannot stand in for another. Remedy: equal slots."
+        )
+
+
+def in_allocation(environment: Mapping[str, str]) -> bool:
+    """Return True in a SLURM allocation, except in one of several tasks of an srun step: that one has its part already."""
+    inside = environment.get("SLURM_STEP_ID", "").isdigit() and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
+    return "SLURM_JOB_NODELIST" in environment and not inside
+
+
+def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[Host]:
+    if args.spares:
+        raise LaunchError(
+            f"--spares {args.spares}: no hosts are given to be in reserve. Remedy: --spares 0, or --hostfile."
+        )
+    if args.num_nodes not in (None, 1) and not by_hand(args):
+        raise LaunchError(f"--num-nodes {args.num_nodes}: no hosts are given. Remedy: give --hostfile, or run in SLURM.")
+    if not args.include and not args.exclude:
+        return [Host("localhost", tuple(range(count_workers(args.nproc_per_node, environment))))]
+    asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
+    hosts = [Host("localhost", tuple(range(max(1, visible_gpus(environment)))))]
+    return limit_slots(select(hosts, args.include, args.exclude), asked)
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise LaunchError(f"--hostfile {path}: {reason}. Remedy: give a file with a line for each host.") from None
+
+
+def count_workers(asked: int | str, environment: Mapping[str, str]) -> int:
+    if isinstance(asked, int):
+        return asked
+    if asked == "cpu":
+        return len(usable_cores())
+    gpus = visible_gpus(environment)
+    if asked == "gpu" and gpus == 0:
+        raise LaunchError("--nproc-per-node gpu: no GPU is visible here. Remedy: give a number, or cpu.")
+    return max(1, gpus)
