@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from zerorun.errors import LaunchError, did_you_mean
+from zerorun.log import listed
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%-]+")  # also IPv6 addresses, with or without a zone
 _USER = re.compile(r"(?!-)[A-Za-z0-9_.-]+")
@@ -230,8 +231,7 @@ def _check_slots(host: Host, slots: frozenset[int] | None) -> None:
 
 
 def _names(hosts: Sequence[Host]) -> str:
-    shown = ", ".join(host.name for host in hosts[:12])
-    return shown if len(hosts) <= 12 else f"{shown} and {len(hosts) - 12} more"
+    return listed([host.name for host in hosts], 12)
 
 
 def first_hosts(hosts: Sequence[Host], count: int | None, least: int | None = None) -> list[Host]:
@@ -275,9 +275,9 @@ def slurm_hosts(environment: Mapping[str, str], asked: int | None) -> list[Host]
     A node has a slot for each GPU. Without GPUs it has a slot for each task; the number of slots is unknown if SLURM does
     not tell the tasks, or if the user has ``asked`` for a number of workers.
     """
-    listed = environment["SLURM_JOB_NODELIST"]
+    told = environment["SLURM_JOB_NODELIST"]
     try:
-        names = [name for part in split_list(listed) for name in expand(part)]
+        names = [name for part in split_list(told) for name in expand(part)]
     except ValueError as error:
         raise LaunchError(f"SLURM_JOB_NODELIST: {error}") from None
     if not names:

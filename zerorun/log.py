@@ -109,6 +109,12 @@ def counted(number: int, noun: str, plural: str = "s") -> str:
     return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
+def listed(items: Sequence[str], most: int = 6) -> str:
+    """Return ``a, b and 3 more``."""
+    shown = ", ".join(items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
 def in_bytes(count: float) -> str:
     """Return ``count`` bytes in the largest unit of which there is at least one: ``1.5 KiB``."""
     for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):

@@ -199,7 +199,16 @@ def test_launcher_imports_neither_torch_nor_slow_modules_at_the_top() -> None:
         assert {name.split(".")[1] for name in names if name.startswith("zerorun.")} <= allowed, path
     for path in (Path(cli.__file__), Path(cli.__file__).with_name("options.py")):
         top = {node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)}
-        assert top <= {"__future__", "collections.abc", "dataclasses", "pathlib", "typing", "zerorun.errors", "options"}
+        assert top <= {
+            "__future__",
+            "collections.abc",
+            "dataclasses",
+            "functools",
+            "pathlib",
+            "typing",
+            "zerorun.errors",
+            "options",
+        }
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,9 @@ from covering import by_day
 from harness import patience
 
 from zerorun.launcher.hosts import Host
+from zerorun.log import listed
 from zerorun.report import collect, live, machine, page
-from zerorun.report.finding import Finding, gibibytes, listed, majority
+from zerorun.report.finding import Finding, gibibytes, majority
 from zerorun.report.findings import able, find
 from zerorun.report.lines import mark, unmark
 from zerorun.report.live import Live

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError
-from ..log import is_rank_zero, logger
+from ..log import is_rank_zero, listed, logger
 from ..ops.single_pass import Adam8bit, SinglePassOptimizer
 from ..ops.state_format import BLOCK, SCALE, Blocks, held, keep_state
 from ..optim.parts import StateRange
@@ -40,7 +40,6 @@ IMPLEMENTATION = frozenset(
     {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "decoupled", "decoupled_weight_decay"}
     | {"bias_correction", "ns_method", "ns_dtype"}
 )
-_SHOWN = 5
 
 
 @dataclass
@@ -111,11 +110,11 @@ def compare_tensors(reader: Reader, names: NameMap, shapes: dict[str, tuple[int,
             remedy = "pass strict=False, or for what is lacking allow_missing=[...] with names or patterns, if meant."
             raise _misfit(reader, what, shown, remedy)
         if left and is_rank_zero():
-            logger.warning("%s %s %s", reader.path, what, _some(shown))
+            logger.warning("%s %s %s", reader.path, what, listed(shown))
 
 
 def _misfit(reader: Reader, what: str, items: Sequence[str], remedy: str) -> CheckpointError:
-    return CheckpointError(f"{reader.path} {what} {_some(items)}. Remedy: {remedy}")
+    return CheckpointError(f"{reader.path} {what} {listed(items)}. Remedy: {remedy}")
 
 
 class ModelLoader:
@@ -171,7 +170,7 @@ class ModelLoader:
             remedy = "load the base model's weights that it was trained with before initialize(), or pass strict=False."
             raise _misfit(self.reader, what, wrong, remedy)
         if wrong and is_rank_zero():
-            logger.warning("%s %s %s. They stay as they are.", self.reader.path, what, _some(wrong))
+            logger.warning("%s %s %s. They stay as they are.", self.reader.path, what, listed(wrong))
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -210,8 +209,8 @@ class ModelLoader:
         lost = [name for name, value in anew if not torch.equal(as_bytes(now[name]), as_bytes(value))]
         if lost:
             raise CheckpointError(
-                f"{self.reader.path} has other values of {_some([repr(name) for name in lost])}, which the layers here do "
-                "not take, so that their packed weights would be read wrongly. Remedy: build and quantise the model from "
+                f"{self.reader.path} has other values of {listed(list(map(repr, lost)))}, which the layers here do not "
+                "take, so that their packed weights would be read wrongly. Remedy: build and quantise the model from "
                 "the weights that the checkpoint was made with, before initialize()."
             )
 
@@ -487,8 +486,3 @@ def optimizer_kind(optimizer: torch.optim.Optimizer) -> str:
     if isinstance(optimizer, Adam8bit):  # that of bitsandbytes has the same name, and other states
         return "Adam"
     return "Adam" if name in ("Adam", "AdamW", "FusedAdam") else name
-
-
-def _some(items: Sequence[str]) -> str:
-    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-    return ", ".join(items[:_SHOWN]) + more

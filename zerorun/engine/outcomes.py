@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import LossScaleError, NonFiniteError, StepError
-from ..log import is_rank_zero, logger
+from ..log import is_rank_zero, listed, logger
 from ..monitors.device_sample import DeviceSample
 from ..monitors.monitor import Monitor
 from ..monitors.observer import RunObserver, StepRecord
@@ -407,7 +407,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         answers = self.comm.control.values((micro_batches, names))
         seen = [(rank, found[0]) for rank, (found, _) in enumerate(answers) if found]
         bad = list(dict.fromkeys(name for _, found in answers for name in found))
-        where = (f" in {_listed(bad)}" if bad else "") + (f", {first}" if first else "")
+        where = (f" in {listed(list(map(repr, bad)), 3)}" if bad else "") + (f", {first}" if first else "")
         hint = ""
         if seen and bad:
             hint = (
@@ -435,8 +435,3 @@ class Outcomes(Reports, Counters, LoopQueries):
         scale = self.history.scaler.scale if self.config.fp16.enabled else None
         counts = self.global_steps, self.global_samples, self.skipped_steps
         return StepRecord(*counts, outcome.loss, norm, self.get_lr(), scale)
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(repr(name) for name in names[:3])}{more}"

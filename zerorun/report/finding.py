@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 ERROR, WARNING, NOTE = "error", "warning", "note"
@@ -24,12 +24,6 @@ def majority(values: Mapping[str, str]) -> str:
     """The value that most hosts have; of equally many, that of the first host."""
     counts = Counter(values.values())
     return max(values.values(), key=lambda value: counts[value])
-
-
-def listed(names: Sequence[str], most: int = 6) -> str:
-    """``a, b and 3 more``."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def gibibytes(size: float) -> str:

@@ -11,8 +11,9 @@ from typing import Any
 
 from zerorun.launcher.dump import RankState, by_job, verdict_of
 from zerorun.launcher.facts import is_loopback
+from zerorun.log import listed
 
-from .finding import ERROR, NOTE, SEVERITIES, WARNING, Finding, gibibytes, listed, majority
+from .finding import ERROR, NOTE, SEVERITIES, WARNING, Finding, gibibytes, majority
 from .findings_live import live_findings
 
 MIB = 1 << 20

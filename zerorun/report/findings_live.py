@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median_low
 from typing import Any
 
-from zerorun.log import ranks_in_words
+from zerorun.log import listed, ranks_in_words
 
-from .finding import ERROR, NOTE, WARNING, Finding, listed
+from .finding import ERROR, NOTE, WARNING, Finding
 from .lines import PAIR
 
 SLOW_RANK = 1.3  # times the median

@@ -8,9 +8,9 @@ from statistics import median_low
 from typing import Any
 
 from zerorun.launcher.dump import headline
-from zerorun.log import counted
+from zerorun.log import counted, listed
 
-from .finding import ERROR, NOTE, WARNING, Finding, gibibytes, listed
+from .finding import ERROR, NOTE, WARNING, Finding, gibibytes
 from .findings import jobs_of, versions_of
 
 WIDTH = 80  # columns

@@ -33,34 +33,19 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
     from .leaf_modules import z3_leaf_module as z3_leaf_module
     from .tiling import TiledLinear as TiledLinear
 
-_EXPORTS = {
-    "get_z3_leaf_modules": "leaf_modules",
-    "set_z3_leaf_modules": "leaf_modules",
-    "set_z3_leaf_modules_by_name": "leaf_modules",
-    "set_z3_leaf_modules_by_suffix": "leaf_modules",
-    "unset_z3_leaf_modules": "leaf_modules",
-    "z3_leaf_module": "leaf_modules",
-    "GatheredParameters": "access",
-    "Init": "init",
-    "TiledLinear": "tiling",
-    "full_gradients": "gradients",
-    "register_external_parameter": "external_parameters",
-    "unregister_external_parameter": "external_parameters",
-    "gradient_norms": "gradients",
-    "safe_get_full_fp32_param": "access",
-    "safe_get_full_grad": "gradients",
-    "safe_get_full_optimizer_state": "access",
-    "safe_get_local_fp32_param": "access",
-    "safe_get_local_grad": "gradients",
-    "safe_get_local_optimizer_state": "access",
-    "safe_set_full_fp32_param": "access",
-    "safe_set_full_grad": "edits",
-    "safe_set_full_optimizer_state": "access",
-    "safe_set_local_fp32_param": "edits",
-    "safe_set_local_grad": "edits",
-    "safe_set_local_optimizer_state": "edits",
-    "safe_update_full_grad_vectorized": "edits",
+_FILES = {
+    "access": "GatheredParameters safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_local_fp32_param "
+    "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state",
+    "edits": "safe_set_full_grad safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "safe_update_full_grad_vectorized",
+    "external_parameters": "register_external_parameter unregister_external_parameter",
+    "gradients": "full_gradients gradient_norms safe_get_full_grad safe_get_local_grad",
+    "init": "Init",
+    "leaf_modules": "get_z3_leaf_modules set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "
+    "unset_z3_leaf_modules z3_leaf_module",
+    "tiling": "TiledLinear",
 }
+_EXPORTS = {name: file for file, names in _FILES.items() for name in names.split()}
 
 __all__ = list(_EXPORTS)
 

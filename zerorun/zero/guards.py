@@ -11,6 +11,7 @@ from torch import nn
 
 from ..distributed.device import on_host
 from ..errors import ModelError, ReleasedParameterError, StepError
+from ..log import listed
 from ..plan.weights import repacking
 from .gathers import ExecutionTrace
 from .placeholders import ReadWatch, tensors_in
@@ -70,11 +71,10 @@ class ScriptGuard:
 
     def refuse_thawed(self) -> None:
         """Parameters that were frozen when room for gradients and optimizer states was made would never be updated."""
-        thawed = [name for name, param in self._frozen if param.requires_grad]
+        thawed = [repr(name) for name, param in self._frozen if param.requires_grad]
         if thawed:
-            more = f" and {len(thawed) - 1} more" if len(thawed) > 1 else ""
             raise StepError(
-                f"parameter {thawed[0]!r}{more} requires a gradient now, and was frozen when initialize() was called: it "
+                f"parameter {listed(thawed, 1)} requires a gradient now, and was frozen when initialize() was called: it "
                 "has no optimizer state and would never change. Weights are those before this step. Remedy: let every "
                 "parameter that is ever trained require a gradient when initialize() is called, and freeze it after that "
                 "with requires_grad_(False) for as long as it is not trained."

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import DamagedError
-from ...log import counted
+from ...log import counted, listed
 from ..block_states import decoded, is_coded, scales
 from ..manifest import Manifest
 from ..read import Read, Reader
@@ -267,9 +267,8 @@ def _compare_parameters(a: Manifest, b: Manifest, tolerance: float) -> Iterator[
         pairs = {name: (of_a.get(name, _ABSENT), of_b.get(name, _ABSENT)) for name in both}
         wrong = [name for name, (one, other) in pairs.items() if not _same(one, other, {}, {}, tolerance)]
         if wrong:
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             one, other = pairs[wrong[0]]
-            yield f"{key} of {wrong[0]}{more}", _shown(one), _shown(other)
+            yield f"{key} of {listed(wrong, 1)}", _shown(one), _shown(other)
 
 
 def _by_parameter(manifest: Manifest) -> dict[str, dict[str, Any]]:

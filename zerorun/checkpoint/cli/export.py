@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ...errors import CheckpointError
-from ...log import counted
+from ...log import counted, listed
 from ...optim.loss_scaler import DTYPES
 from ..adapters import Adapters, stored_adapters
 from ..manifest import Manifest, never_cast
@@ -87,8 +87,7 @@ def _lines(
     elif _CONFIG not in small:
         yield f"note: there is no {_CONFIG}, since the model was none of Hugging Face's: only the weights can be loaded"
     if overflowed:
-        more = f" and {len(overflowed) - _SHOWN} more" if len(overflowed) > _SHOWN else ""
-        yield f"note: values beyond the range of the dtype became infinite in {', '.join(overflowed[:_SHOWN])}{more}"
+        yield f"note: values beyond the range of the dtype became infinite in {listed(overflowed, _SHOWN)}"
 
 
 @dataclass

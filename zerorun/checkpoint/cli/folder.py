@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import CheckpointError
-from ...log import counted
+from ...log import counted, listed
 from ..manifest import MANIFEST
 from ..tensorfile import TensorFile
 from ..write_plan import ADAPTER
@@ -44,8 +44,7 @@ def describe_folder(directory: Path) -> dict[str, Any]:
             continue
         wrong = [name for name, file in places.items() if (file, name) not in held]
         if wrong:
-            more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-            problems.append(f"{path.name}: {wrong[0]}{more} cannot be found in {places[wrong[0]]}")
+            problems.append(f"{path.name}: {listed(wrong, 1)} cannot be found in {places[wrong[0]]}")
     files = [path.relative_to(directory).as_posix() for path in tensor_files(directory)]
     kinds = Counter(entry["dtype"] for entry in tensors)
     return {
