@@ -28,9 +28,9 @@ from zerorun.config.schema import Config
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 MOST_LINES = 150  # of README
-# Commands -> the modules that have their main(); those of others are not looked into.
+# Commands -> the modules that name their options; those of others are not looked into.
 MAINS = {
-    "zerorun": "zerorun.launcher.cli",
+    "zerorun": "zerorun.launcher.options",
     "zerorun-checkpoint": "zerorun.checkpoint.cli",
     "zerorun-plan": "zerorun.planner.cli",
     "zerorun-report": "zerorun.report.cli",
