@@ -40,11 +40,11 @@ from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .meeting import Meeting
 from .node import STREAMS, log_file, make_log_dir
 from .outcome import SETTLE_SECONDS, Round
-from .outputs import Outputs
 from .remote import Node, OwnNode, RemoteNode
 from .reserve import HostPlaces, Returning
 from .restarts import Restarts
 from .sbatch import REQUEUE_STATUS
+from .screen import Outputs
 
 CONNECT_SECONDS = 30.0  # until an agent has said hello
 BACK_SECONDS = 5.0  # the same for a host that was lost, where the job can go on without it

@@ -519,7 +519,7 @@ MUTANTS = (
     Mutant(
         "no-sums-over-tensor-ranks",
         "rank",
-        "zerorun/plan/part_hops.py",
+        "zerorun/plan/step.py",
         "    if topology.tensor > 1:",
         "    if False:",
         ("tests/ranks/test_sums.py", "-k", "llama-Adafactor-3-2-1-2"),
@@ -1676,7 +1676,7 @@ MUTANTS = (
     Mutant(
         "fp8-scales-are-those-of-the-rank",
         "rank",
-        "zerorun/zero/largest_weights.py",
+        "zerorun/zero/gathers.py",
         "    largest = table.view(ranks, -1).amax(0)",
         "    largest = mine",
         ("tests/ranks/test_fp8.py::test_gathers_in_fp8_change_no_bit",),
@@ -2252,7 +2252,7 @@ MUTANTS = (
     Mutant(
         "copies-are-not-compared",
         "swallowed",
-        "zerorun/checkpoint/partners.py",
+        "zerorun/checkpoint/memory_copies.py",
         "        if not torch.equal(torch.cat(sums), decode(record).sums):",
         "        if False:",
         ("tests/ranks/test_memory_copies.py::test_what_comes_is_compared",),
@@ -2260,7 +2260,7 @@ MUTANTS = (
     Mutant(
         "a-partner-on-the-same-host",
         "rank",
-        "zerorun/checkpoint/partners.py",
+        "zerorun/checkpoint/memory_copies.py",
         "    following = {place: hosts[order[(index + 1) % len(order)]] for index, place in enumerate(order)}",
         "    following = {place: hosts[order[index % len(order)]] for index, place in enumerate(order)}",
         ("tests/ranks/test_memory_copies.py::test_each_rank_has_a_partner_on_another_host",),

@@ -21,8 +21,7 @@ from torch import nn
 
 import zerorun
 from zerorun.checkpoint.kept_parts import BLOCK_BYTES, records_in
-from zerorun.checkpoint.memory_copies import MemoryCopies
-from zerorun.checkpoint.partners import partners
+from zerorun.checkpoint.memory_copies import MemoryCopies, partners
 from zerorun.errors import DoesNotFitError
 
 WIDTH = 24

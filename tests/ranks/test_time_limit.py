@@ -13,8 +13,8 @@ from models import CASES
 from training import make_config, make_engine
 
 import zerorun
-from zerorun.distributed.time_limit import set_time_limit
 from zerorun.distributed.transport.waiter import Waiter
+from zerorun.distributed.waits import set_time_limit
 
 SCRIPT = """
 import atexit, sys, time, torch, torch.distributed as dist, zerorun
@@ -37,7 +37,7 @@ for step in range(2):
 FAKE = """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from zerorun.distributed.time_limit import set_time_limit, time_limit
+from zerorun.distributed.waits import set_time_limit, time_limit
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
 print(time_limit())

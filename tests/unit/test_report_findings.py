@@ -20,9 +20,8 @@ from zerorun.log import listed
 from zerorun.report import collect, live, machine, page
 from zerorun.report.finding import Finding, gibibytes, majority
 from zerorun.report.findings import able, find
-from zerorun.report.lines import mark, unmark
 from zerorun.report.live import Live
-from zerorun.report.reporter import Reporter, parse_faults
+from zerorun.report.reporter import Reporter, mark, parse_faults, unmark
 
 GIB = 1 << 30
 FACTS: dict[str, Any] = {

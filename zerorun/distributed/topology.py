@@ -29,9 +29,8 @@ from ..errors import ConfigError, TopologyError
 from ..log import warn_once
 from .places import Places, view_of, views_in_use
 from .process_topology import PipeModelDataParallelTopology, ProcessTopology
-from .time_limit import set_time_limit, time_limit
 from .topology_picture import draw
-from .waits import waiting
+from .waits import set_time_limit, time_limit, waiting
 
 AXES = ("pipe", "replicate", "shard", "tensor")
 _MEMBERS: dict[str, tuple[str, ...]] = {axis: (axis,) for axis in AXES}

@@ -22,8 +22,7 @@ from ..zero.norm import Decision, Outcome, Summary
 from ..zero.placeholders import released_parameter
 from .accumulation import UNUSABLE_WEIGHT, Notes, refuse_no_weight
 from .batches import Batches
-from .queries import LoopQueries
-from .reports import Reports
+from .reports import LoopQueries, Reports
 
 # The largest relative difference between losses that ranks compute from the same activations.
 _APART = 1e-4

@@ -3,6 +3,12 @@
 The step is one whose order all ranks know already, and in which every micro-batch goes through the units in the order in
 which the model defines them. Traffic that depends on batches is left out: activations between pipeline stages and between
 tensor ranks.
+
+[Note: the same bits]
+Over the shard axis each rank adds its elements, and over the tensor axis each that has elements which no other has. What
+one rank of a tensor group has computed for a parameter that all of them have whole counts for all. Ranks with copies of a
+parameter, replicas above all, must come to the same bits. The transports of zerorun add in the order of ranks, so that
+they do. NCCL may add in another order in each group: there the sums of the first copy go to the others.
 """
 
 from __future__ import annotations
@@ -16,7 +22,6 @@ from ..distributed.coded_hops import CodedHop
 from ..distributed.transports import NCCL
 from ..optim.parts import SumOfParts
 from .matrices import FROM_OWNERS, TO_OWNERS
-from .part_hops import hops
 from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 
@@ -117,7 +122,7 @@ class _Step:
             self._leave(order[-1])
 
     def _share_largest(self) -> None:
-        """Follow ``share_largest`` in zero/largest_weights.py, once after an update."""
+        """Follow ``share_largest`` in zero/gathers.py, once after an update."""
         weights = sum(len(group.layout.entries) for group in self._plan.flat_groups if group.float8 is not None)
         if weights:
             sent = weights * (self._plan.topology.shard - 1) * _FP32
@@ -208,3 +213,26 @@ class _Step:
         step = -(-numel // size)
         low, high = (min(step * (rank + end), numel) for end in (0, 1))
         return [(numel - (high - low)) * wire, (high - low) * (size - 1) * kept]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """A sum over ``axis``. ``first_only``: ranks along it have the same numbers, and those of the first count."""
+
+    axis: str
+    suffix: str
+    first_only: bool = False
+
+
+def hops(plan: ShardingPlan) -> list[Hop]:
+    """Return the sums that make one sum over all ranks that have parts of the same parameters."""
+    topology, found = plan.topology, []
+    sharded = plan.policy.shard_optimizer and topology.shard > 1
+    if sharded:
+        found.append(Hop("shard", ""))
+    if topology.tensor > 1:
+        found.append(Hop("tensor", " over tensor ranks"))
+    copies = "replicate" if plan.policy.shard_optimizer else "shard"
+    if found and plan.transport == NCCL and topology.size(copies) > 1:
+        found.append(Hop(copies, " from the first replica", first_only=True))
+    return found

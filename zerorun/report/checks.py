@@ -14,8 +14,7 @@ import sys
 import threading
 from collections.abc import Callable
 
-from .lines import FIRST, JOINING
-from .reporter import LIFETIME_SECONDS, Reporter
+from .reporter import FIRST, JOINING, LIFETIME_SECONDS, Reporter
 
 
 def main() -> int:

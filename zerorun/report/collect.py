@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .lines import unmark
+from .reporter import unmark
 
 HOST_SECONDS = 40.0  # connecting, and importing torch there
 FAN_OUT = 64  # hosts that are asked at a time

@@ -9,7 +9,7 @@ from typing import Any
 from zerorun.log import listed, ranks_in_words
 
 from .finding import ERROR, NOTE, WARNING, Finding
-from .lines import PAIR
+from .reporter import PAIR
 
 SLOW_RANK = 1.3  # times the median
 SLOW_COPY = 0.5  # of the median

@@ -20,8 +20,8 @@ from typing import Any
 
 from zerorun.launcher.dump import on_this_host
 
-from .lines import mark, unmark
 from .machine import describe_machine
+from .reporter import mark, unmark
 
 SOFTWARE_SECONDS = 25.0  # to import torch from a slow file system, and to start CUDA
 

@@ -21,7 +21,7 @@ from typing import Any
 from zerorun.launcher.bootstrap import die_with_parent
 from zerorun.launcher.hosts import Host
 
-from .lines import FIRST, JOINING, PAIR, unmark
+from .reporter import FIRST, JOINING, PAIR, unmark
 
 TIME_LIMIT_SECONDS = 60.0
 STALL_SECONDS = 6.0  # without a word from any rank: every check says when it begins, and takes a second or less

@@ -1,5 +1,7 @@
 """How a worker of the live check says what it does, and the faults that tests plant in it.
 
+It writes marked lines of JSON, which are found among whatever login shells and libraries print.
+
 ``ZERORUN_REPORT_FAULT`` plants faults for tests, separated by commas: ``hang:CHECK[:RANK]`` (the check never returns),
 ``wrong:CHECK[:RANK]`` (one element of its result is off by one), ``slow:RANK[:FACTOR]`` (that rank computes slowly) and
 ``raise:CHECK[:RANK]``. CHECK is how the name of a check starts.
@@ -8,14 +10,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from .lines import mark
 
 LIFETIME_SECONDS = 600.0  # after which a worker ends itself, if nobody else has
 
@@ -74,3 +75,25 @@ class Reporter:
 
     def _planted(self, kind: str, check: str) -> bool:
         return any(fault.hits(kind, check, self.rank) for fault in self.faults)
+
+
+MARK = "@zerorun-report "
+JOINING, FIRST = "joining the process group", "the first collective"  # checks in which much is started
+PAIR = "pair "  # how the names of checks of two hosts start; their node numbers follow
+
+
+def mark(message: Mapping[str, Any]) -> str:
+    """``message`` as one line, with its line feed: one write, so that ranks' lines do not mix."""
+    return f"{MARK}{json.dumps(message)}\n"
+
+
+def unmark(line: str) -> dict[str, Any] | None:
+    """The message in ``line``, which may have something in front of it (``[rank 3] ``); None if there is none."""
+    _, found, text = line.partition(MARK)
+    if not found:
+        return None
+    try:
+        message = json.loads(text)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None

@@ -22,7 +22,7 @@ from zerorun.distributed.device import describe_gpus, gpus_here, nccl_version
 from zerorun.distributed.transport.peer_memory import PeerMemory
 from zerorun.ops import aio, native, on_cuda
 
-from .lines import mark
+from .reporter import mark
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
 _BOARD_SECONDS = 5.0  # for two threads to find each other

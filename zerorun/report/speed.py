@@ -13,8 +13,7 @@ from zerorun.distributed.topology import Topology
 from zerorun.distributed.transport import world
 from zerorun.distributed.transport.communicator import Communicator
 
-from .lines import PAIR
-from .reporter import Reporter
+from .reporter import PAIR, Reporter
 
 # The best of some stretches: short enough to pass between what others do now and then, and longer than the period (100 ms)
 # in which the kernel allots a container its share of a processor, so that what is always slow is seen.

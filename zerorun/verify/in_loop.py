@@ -20,12 +20,12 @@ from ..zero.access import GatheredParameters
 from ..zero.gradients import reduce_all
 from . import sharded
 from .explain import axis_at, described, first_of_ranks
-from .lossy import refuse_lossy
 from .permuted import PermutedSums, backwards, interleaved
 from .recorder import Recorder
 from .records import Kind, Records, Tolerances, differences
 from .task import Loss, loss_of
 from .unsharded import Whole, add_micro_batch
+from .verification import refuse_lossy
 
 _SEED = 1234
 _ALONE = "Remedy: compare the whole training by zerorun verify module:function --config FILE."

@@ -32,7 +32,7 @@ from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.process_group import init_distributed
 from ..distributed.transport.world import gather_values
-from ..errors import ModelError
+from ..errors import ConfigError, ConfigProblem, ModelError
 from ..pipeline.pipelined import Pipelined
 from ..pipeline.stages import in_one_piece
 from ..plan.make import compute_dtype, planned_topology
@@ -40,7 +40,6 @@ from ..plan.units import repeated_blocks
 from ..startup.inputs import take_in
 from . import sharded, unsharded
 from .explain import axis_at, described, first_of_ranks
-from .lossy import refuse_lossy
 from .permuted import PermutedSums, backwards, interleaved
 from .records import Kind, Mismatch, Point, Records, Tolerances, Value, differences
 from .sharded import Initialize, ShardedRun
@@ -282,3 +281,22 @@ def _what_fits(model: nn.Module) -> int | None:
     if not longest:
         return None
     return max(_FEWEST_BLOCKS, int((free - (needed - inside)) / (inside / longest)))
+
+
+_LOSSY = {
+    "zero_quantized_weights": 3,
+    "zero_quantized_nontrainable_weights": 3,
+    "zero_quantized_gradients": 1,
+}  # from this stage on
+
+
+def refuse_lossy(config: Config) -> None:
+    """Raise ConfigError if ``config`` lets ranks compute with rounded values, unlike one process: nothing could be verified."""
+    zero = config.zero_optimization
+    wrong = [f"zero_optimization.{key}" for key, stage in _LOSSY.items() if getattr(zero, key) and zero.stage >= stage]
+    if config.fp8.enabled and config.fp8.enable_fsdp_float8_all_gather and zero.stage == 3:
+        wrong.append("fp8.enable_fsdp_float8_all_gather")  # layers read other values, though they make the same of them
+    reason = "ranks compute with rounded values then, and one process does not: no value could be compared."
+    remedy = "Set it to false for the verification; what it changes is in docs/configuration.md."
+    if wrong:
+        raise ConfigError([ConfigProblem(key, True, reason, remedy) for key in wrong])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..distributed.same_request import compare
+from ..distributed.same_data import compare
 from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..ops.state_format import keep_state, wide_state
 from ..optim.parts import PartsOptimizer

@@ -23,10 +23,11 @@ from itertools import pairwise
 
 import torch
 
+from ..distributed.device import on_host, synchronize
 from ..distributed.transport.communicator import Communicator
 from ..errors import OrderError
 from ..log import warn_once
-from .largest_weights import share_largest
+from ..plan.step import LARGEST
 from .unit import SlotPool, Unit, gather_for_others
 
 # Seconds for which a rank that has left the agreed order waits for the others to ask as well; None: as for any collective.
@@ -379,3 +380,24 @@ def gathers(recorded: Sequence[int], slot_of: Sequence[int], occupants: list[int
             occupants[slot] = unit
             needed.append(unit)
     return needed
+
+
+def share_largest(units: Sequence[Unit], comm: Communicator) -> None:
+    """Let the flat groups of ``units`` that are gathered in fp8 know the largest magnitude in each of their weights.
+
+    It is one message for all weights. Updates in the background are waited for. All ranks of the shard axis must call it.
+    """
+    coded = [unit for unit in units if any(group.plan.float8 is not None for group in unit.flat_groups)]
+    for unit in coded:
+        unit.updated()
+    groups = [group for unit in coded for group in unit.flat_groups if group.plan.float8 is not None]
+    counts, ranks = [len(group.params) for group in groups], comm.topology.shard
+    mine, table = (torch.empty(size * sum(counts), device=comm.device) for size in (1, ranks))
+    for group, own in zip(groups, mine.split(counts), strict=True):
+        own.copy_(group.largest_here())
+    comm.dense.shard.all_gather(table, range(0, table.numel() + 1, mine.numel()), LARGEST, mine, until_given=True).wait()
+    largest = table.view(ranks, -1).amax(0)
+    if any(on_host(group.shard) for group in groups) and not on_host(comm.device):
+        synchronize(comm.device)  # their codes are made on the host
+    for group, own in zip(groups, largest.split(counts), strict=True):
+        group.take_largest(own)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..distributed.same_request import fingerprint
+from ..distributed.same_data import fingerprint
 from ..distributed.transport.sums import square_sum
 from ..errors import ModelError, OrderError
 from .access import compare_request, entry_view, gathered, owned_part

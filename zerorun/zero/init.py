@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
-from ..distributed.same_request import SAME, compare
+from ..distributed.same_data import SAME, compare
 from ..distributed.transport import world
 from ..distributed.transport.process_group import init_distributed
 from ..errors import ModelError, OrderError

@@ -8,8 +8,8 @@ import torch
 
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transports import NCCL
-from ..plan.part_hops import hops
 from ..plan.sharding_plan import ShardingPlan
+from ..plan.step import hops
 
 
 class PartSums:

@@ -53,8 +53,7 @@ from typing import Any
 import torch
 
 from ...watch.board import board, span_of
-from ..time_limit import time_limit
-from ..waits import waiting
+from ..waits import time_limit, waiting
 
 SLOTS = 4096  # offers that may wait to be read
 _ENTRY = 4  # int64 of an entry

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from ...errors import OrderError
 from ...watch.board import only
 from ..stopwatch import Stopwatch
-from ..time_limit import time_limit
-from ..waits import waiting
+from ..waits import time_limit, waiting
 from .peer_memory import PeerCollective, number_of
 from .sums import BufferPool
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..time_limit import time_limit
+from ..waits import time_limit
 
 
 class Waiter:
