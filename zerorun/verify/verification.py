@@ -291,7 +291,7 @@ _LOSSY = {
 
 
 def refuse_lossy(config: Config) -> None:
-    """Raise ConfigError if ``config`` lets ranks compute with rounded values, unlike one process: nothing could be verified."""
+    """Raise ConfigError if ``config`` lets ranks compute with rounded values: nothing could be verified."""
     zero = config.zero_optimization
     wrong = [f"zero_optimization.{key}" for key, stage in _LOSSY.items() if getattr(zero, key) and zero.stage >= stage]
     if config.fp8.enabled and config.fp8.enable_fsdp_float8_all_gather and zero.stage == 3:
