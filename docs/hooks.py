@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PICTURES = ("loss_curve.png", "offload.png", "optimizers.png", "schedules.svg", "longcontext.png")
+PICTURES = ("loss_curve.png", "offload.png", "optimizers.png", "schedules.svg", "longcontext.png", "plan.png")
 SOURCES = ("zerorun/config/schema.py", "zerorun/config/sections.py")
 MARK = "<!-- keys -->"
 

@@ -2242,6 +2242,14 @@ MUTANTS = (
         ("tests/unit/test_told_restarts.py::test_spares_take_the_places_of_the_lost",),
     ),
     Mutant(
+        "a-picture-keeps-what-is-freed",
+        "sign",
+        "zerorun/planner/picture.py",
+        "        kept = max(0.0, kept + (part if forward else -part))",
+        "        kept = max(0.0, kept + (part if forward else 0.0))",
+        ("tests/unit/test_plan_search.py::test_the_picture_ends_and_peaks_as_planned",),
+    ),
+    Mutant(
         "a-lost-host-is-tried-without-pause",
         "bound",
         "launcher/reserve.py",

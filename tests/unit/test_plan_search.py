@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from zerorun.errors import ConfigError, DoesNotFitError
 from zerorun.pipeline import cli as schedule
 from zerorun.planner import cli
 from zerorun.planner.candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration
-from zerorun.planner.footprint import candidate_config
+from zerorun.planner.footprint import CONTEXT, candidate_config
 from zerorun.planner.hardware import GB, cluster_of
 from zerorun.planner.model_shape import ModelShape, shape_of
+from zerorun.planner.picture import step_picture
 from zerorun.planner.search import Goal, fits, fitting, least_gpus, search
 
 # OLMo 1B and 7B (arXiv:2402.00838), Llama 2 70B's shape, Falcon 40B (arXiv:2311.16867), Llama 3.1 405B, and one of 10B.
@@ -179,3 +181,30 @@ def test_a_link_is_as_fast_as_it_is_said_to_be(capsys: pytest.CaptureFixture[str
     fast = json.loads(run(capsys, "--model", model, "--gpus", "16xH100", "--json"))
     assert slow["step_seconds"] >= fast["step_seconds"]
     assert cluster_of("16xH100", nics_gbps=100).nics == 12.5 * GB
+
+
+@pytest.mark.parametrize(
+    ("shape", "gpus", "batch"), [(OLMO_7B, "8xH100", 64), (OLMO_70B, "64xH100", 64), (OLMO_1B, "1xA100-40", 8)]
+)
+def test_the_picture_ends_and_peaks_as_planned(shape: ModelShape, gpus: str, batch: int) -> None:
+    """Of interleaved stages the plan counts the activations by a formula."""
+    plan = zerorun.plan_run(shape, gpus, {"batch": batch})
+    for one in (plan.best, *plan.others):
+        picture = step_picture(replace(plan, best=one))
+        assert picture.peak == pytest.approx(one.memory.device + CONTEXT, rel=0.05 if one.candidate.chunks > 1 else 1e-6)
+        if picture.drawn == picture.micro_batches:
+            assert picture.seconds == pytest.approx(one.step.seconds, rel=0.02 if one.candidate.pipe > 1 else 1e-6)
+        assert all(before <= after for (before, _), (after, _) in pairwise(picture.moments))
+        names, lengths = zip(*((name, end - begin) for name, begin, end in picture.bars), strict=True)
+        assert names.count("forward") == names.count("backward") == picture.drawn * one.candidate.chunks
+        assert min(lengths) > 0
+
+
+def test_a_step_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    command = ["--model", str(tmp_path / "config.json"), "--gpus", "8xH100", "--picture"]
+    assert cli.main([*command, str(tmp_path / "step.svg")]) == 0
+    drawn = (tmp_path / "step.svg").read_text()
+    assert all(word in drawn for word in ("optimizer states", "backward", "H100", "GiB"))
+    assert cli.main([*command, str(tmp_path / "step.pdf")]) == 2
+    assert "--picture" in capsys.readouterr().err and not (tmp_path / "step.pdf").exists()

@@ -128,9 +128,9 @@ def test_svg_has_every_action(kind: str, capsys: pytest.CaptureFixture[str], tmp
     run(capsys, *USUAL, "--kind", kind, "--svg", str(path))
     chunks = 2 if kind == "interleaved" else 1
     kinds = {"zero_bubble": (0, 2, 3), "forward_only": (0,)}.get(kind, (0, 1))
-    colours = [colour for index, (_, colour) in enumerate(timeline._COLOURS.values()) if index in kinds]
+    colours = [colour for index, (_, colour) in enumerate(timeline.COLOURS.values()) if index in kinds]
     found = coloured(path)
-    assert {colour: found[colour] for _, colour in timeline._COLOURS.values() if found[colour]} == dict.fromkeys(
+    assert {colour: found[colour] for _, colour in timeline.COLOURS.values() if found[colour]} == dict.fromkeys(
         colours, 32 * chunks + 1
     )
     assert any(text.startswith(kind) and "bubble" in text and "formula" in text for text in texts(path))
@@ -159,7 +159,7 @@ def test_forwards_that_take_no_time(capsys: pytest.CaptureFixture[str], tmp_path
     path = tmp_path / "a.svg"
     printed = run(capsys, *USUAL, "--kind", "forward_only", "--times", "0", "1", "1", "--svg", str(path))
     assert re.search(r"^forward_only +0 +0 +0\.0 +0 +0\.0 +0 +0$", printed, re.MULTILINE)
-    assert coloured(path)[timeline._COLOURS[ActionKind.FORWARD][1]] == 32 + 1
+    assert coloured(path)[timeline.COLOURS[ActionKind.FORWARD][1]] == 32 + 1
 
 
 def test_png(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

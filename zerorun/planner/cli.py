@@ -63,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--price", type=float, default=0.0, metavar="N", help="of a GPU-hour")
     add("--compare", metavar="FILE", help="a configuration to compare the best one with")
     add("--write", metavar="FILE", help="write the configuration")
+    add("--picture", metavar="FILE", help="draw a step and its memory (.svg or .png)")
     add("--json", action="store_true", help="print all figures as JSON")
     add("--calibrate", action="store_true", help="measure this machine, for --gpus Nxlocal")
     add("--ranks", type=positive, default=1, metavar="N", help="that measure at once: as many as will train on CPUs")
@@ -96,6 +97,10 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
     plan = plan_run(args.model, cluster_of(args.gpus, nics_gbps=args.nics, per_node=args.gpus_per_node), goal)
     if args.write:
         Path(args.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+    if args.picture:
+        from .picture import draw_plan  # which imports matplotlib
+
+        draw_plan(plan, args.picture)
     if args.json:
         return 0, json.dumps(plan.as_json(), indent=2).splitlines()
     return 0, [*plan.page(), *(_comparison(args.compare, plan) if args.compare else ()), *_configuration(args, plan)]

@@ -9,6 +9,7 @@ the width, 4 for each of the keys, 4 for each inner element and matrix. Fused ke
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -69,12 +70,17 @@ class Footprint:
 
 def footprint(shape: ModelShape, candidate: RunCandidate) -> Footprint:
     """Return the footprint of the stage that takes the most. Raises PipelineError if there are too few layers."""
-    return max(footprints(shape, candidate), key=lambda found: found.device)
+    return heaviest(footprints(shape, candidate))[1]
 
 
-def footprints(shape: ModelShape, candidate: RunCandidate) -> list[Footprint]:
-    """Return those of the stages that may take the most."""
-    return [_of_stage(shape, candidate, rank) for rank in _different(shape, candidate)]
+def heaviest(found: Mapping[int, Footprint]) -> tuple[int, Footprint]:
+    """Return the stage that takes the most, with its footprint."""
+    return max(found.items(), key=lambda item: item[1].device)
+
+
+def footprints(shape: ModelShape, candidate: RunCandidate) -> dict[int, Footprint]:
+    """Return those of the stages that may take the most, by their numbers."""
+    return {rank: _of_stage(shape, candidate, rank) for rank in _different(shape, candidate)}
 
 
 def _different(shape: ModelShape, candidate: RunCandidate) -> list[int]:
@@ -119,7 +125,7 @@ def _of_stage(shape: ModelShape, candidate: RunCandidate, rank: int) -> Footprin
     degree = c.shard if c.stage else c.data
     degrees = _Degrees(c.tensor, c.pipe, c.stage, c.shard, degree, c.precision, c.offload_optimizer)
     kinds, made = _at_rest(shape, degrees, rank, blocks)
-    return Footprint(kinds, made, activation_bytes(shape, candidate, rank, blocks))
+    return Footprint(kinds, made, _peak(c, activations(shape, c, rank), rank, blocks))
 
 
 @lru_cache(maxsize=1 << 14)
@@ -183,8 +189,19 @@ def _held(degrees: _Degrees, roots: list[Layout], block: Layout, blocks: int) ->
     return kinds, (sum(made[:-1]) + (made[-1] if blocks else 0)) * size.parameter
 
 
-def activation_bytes(shape: ModelShape, candidate: RunCandidate, rank: int, blocks: int) -> int:
-    """Return the bytes of activations that the stage ``rank`` keeps at its peak, with the schedule 1F1B."""
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of activations of a micro-batch. ``block``: kept from a block's forward to its backward.
+
+    ``passing``: what there is beside them, of a block that is recomputed or of logits.
+    """
+
+    block: float
+    passing: float
+
+
+def activations(shape: ModelShape, candidate: RunCandidate, rank: int) -> Activations:
+    """Return those of the stage ``rank``."""
     c = candidate
     wide = 2 if c.precision == "fp32" else 1
     width, heads, keys, inner = _FUSED if c.kernels is KernelGeneration.FUSED else _EAGER
@@ -195,11 +212,17 @@ def activation_bytes(shape: ModelShape, candidate: RunCandidate, rank: int, bloc
     parts = {"none": 1.0, "selective": _KEPT_SHARE, "every_n": 0.5, "full": 0.0}
     kept = least + parts[c.checkpointing] * (whole - least)
     again = whole - (least if c.checkpointing == "every_n" else kept)  # of the block that is being recomputed
+    logits = _LOGIT * wide * shape.vocab / c.tensor if rank == c.pipe - 1 else 0.0
+    return Activations(c.tokens * kept, c.tokens * max(again, logits))
+
+
+def _peak(candidate: RunCandidate, found: Activations, rank: int, blocks: int) -> int:
+    """Return the bytes of activations that the stage ``rank`` keeps at its peak, with the schedule 1F1B or interleaved."""
+    c = candidate
     in_flight: float = min(c.accumulation, c.pipe - rank)
     if c.chunks > 1:
         in_flight = min(c.accumulation, c.pipe + (c.pipe - 1 - 2 * rank) / c.chunks)
-    logits = _LOGIT * wide * shape.vocab / c.tensor if rank == c.pipe - 1 else 0.0
-    return int(c.tokens * (in_flight * blocks * kept + max(again, logits)))
+    return int(in_flight * blocks * found.block + found.passing)
 
 
 def candidate_config(candidate: RunCandidate) -> dict[str, object]:

@@ -18,7 +18,7 @@ from functools import cached_property
 from math import log2
 
 from ..pipeline.schedule.schedules import make_schedule
-from ..pipeline.schedule.simulate import simulate
+from ..pipeline.schedule.simulate import Report, simulate
 from ..pipeline.schedule.times import Times
 from .calibration import Calibration
 from .candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration, RunCandidate
@@ -113,20 +113,33 @@ class StepModel:
     def _simulated_bubble(self) -> float:
         """Return the makespan beyond the mean work of a stage. Long schedules are periodic, so few rounds are simulated."""
         c, block = self.candidate, self.block
+        rounds = min(c.accumulation, _ROUNDS * c.pipe)
+        report, times = self.schedule(rounds), self._times
+        makespan = report.makespan + (c.accumulation - rounds) * max(map(times.work, range(c.pipe)))
+        head = [work.seconds for work in self.kernels.head(self.shape, c)]
+        mean = (
+            (self.shape.layers * block.seconds + sum(head)) / c.pipe + self.exposed_in_micro_batch + self.boundary_seconds()
+        )
+        return max(0.0, makespan - c.accumulation * mean)
+
+    def schedule(self, micro_batches: int, *, record: bool = False) -> Report:
+        """Return the simulated computations of ``micro_batches``, on all stages. ``record``: with when each ran."""
+        c = self.candidate
+        kind = "interleaved" if c.chunks > 1 else "1f1b"
+        return simulate(make_schedule(kind, c.pipe, micro_batches, chunks=c.chunks), self._times, record=record)
+
+    @cached_property
+    def _times(self) -> Times:
+        """Seconds of a micro-batch on each stage, with what it waits for gathers and reductions."""
+        c, block = self.candidate, self.block
         head = [work.seconds for work in self.kernels.head(self.shape, c)]
         blocks = layers_of_stages(self.shape, c.pipe, c.chunks)
         waits = self.exposed_in_micro_batch / 2
         forward = [count * block.forward + waits for count in blocks]
         backward = [count * block.backward + waits for count in blocks]
         forward[-1], backward[-1] = forward[-1] + head[0], backward[-1] + head[1]
-        rounds = min(c.accumulation, _ROUNDS * c.pipe)
         half = [time / 2 for time in backward]
-        times = Times.make(c.pipe, forward, half, half, self.boundary_seconds() / (2 * c.chunks))
-        kind = "interleaved" if c.chunks > 1 else "1f1b"
-        makespan = simulate(make_schedule(kind, c.pipe, rounds, chunks=c.chunks), times).makespan
-        makespan += (c.accumulation - rounds) * max(map(sum, zip(forward, backward, strict=True)))
-        mean = (self.shape.layers * block.seconds + sum(head)) / c.pipe + 2 * waits + self.boundary_seconds()
-        return max(0.0, makespan - c.accumulation * mean)
+        return Times.make(c.pipe, forward, half, half, self.boundary_seconds() / (2 * c.chunks))
 
     # -- one block -----------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from .actions import ActionKind
 from .simulate import Report, Span
 
 MOST_ACTIONS = 50_000  # in one picture; more cannot be told apart, nor opened by a viewer
-_COLOURS = {
+COLOURS = {
     ActionKind.FORWARD: ("forward", "#4c78a8"),
     ActionKind.BACKWARD: ("backward", "#54a24b"),
     ActionKind.INPUT_GRADIENT: ("input gradient", "#439894"),
@@ -51,7 +51,6 @@ def draw(path: str | os.PathLike[str], panels: Sequence[Panel], format: str) -> 
     """
     check_drawable(sum(len(spans) for panel in panels for spans in panel.report.spans))
     try:
-        import matplotlib
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
@@ -66,6 +65,13 @@ def draw(path: str | os.PathLike[str], panels: Sequence[Panel], format: str) -> 
         _draw_panel(panel, axes, longest)
     handles = [Patch(color=colour, label=name) for name, colour in _legend(panels)]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
+    save(figure, path, format)
+
+
+def save(figure: Any, path: str | os.PathLike[str], format: str) -> None:
+    """Write a figure of matplotlib. ``format``: "svg" or "png". Raises OSError."""
+    import matplotlib
+
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "zerorun"}):  # text stays text; same file each time
         figure.savefig(path, format=format, dpi=120, metadata={"Date": None} if format == "svg" else None)
 
@@ -75,7 +81,7 @@ def _draw_panel(panel: Panel, axes: Any, longest: float) -> None:
     for rank, spans in enumerate(report.spans):
         axes.broken_barh([(0, report.makespan)], (rank - 0.45, 0.9), facecolors=_IDLE)
         bars = [(span.start, span.end - span.start) for span in spans]
-        shades = [(_COLOURS[span.action.kind][1], _opacity(span, panel.chunks)) for span in spans]
+        shades = [(COLOURS[span.action.kind][1], _opacity(span, panel.chunks)) for span in spans]
         axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=shades, edgecolors="white", linewidths=0.5)
         for span in spans:
             number = str(span.action.micro_batch)
@@ -95,5 +101,5 @@ def _opacity(span: Span, chunks: int) -> float:
 def _legend(panels: Sequence[Panel]) -> list[tuple[str, str]]:
     """Return (name, colour) of everything that is in the picture."""
     kinds = {span.action.kind for panel in panels for spans in panel.report.spans for span in spans}
-    entries = [entry for kind, entry in _COLOURS.items() if kind in kinds]
+    entries = [entry for kind, entry in COLOURS.items() if kind in kinds]
     return [*entries, ("idle", _IDLE)]
