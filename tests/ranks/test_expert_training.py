@@ -172,9 +172,10 @@ def _noting(seen: list[str]) -> Iterator[None]:
     """In the block, exchanges of rows and shared experts write down when they begin and end."""
     exchange, steps = Transport.all_to_all, Shared._steps
 
-    def noted_exchange(self: Transport, sent: Any, received: Any, label: str) -> Pending:
+    def noted_exchange(self: Transport, sent: Any, received: Any, label: str, **options: bool) -> Pending:
         seen.append(f"begin {label}")
-        return Pending(self.statistics, label, [exchange(self, sent, received, label)], lambda: seen.append(f"end {label}"))
+        begun = exchange(self, sent, received, label, **options)
+        return Pending(self.statistics, label, [begun], lambda: seen.append(f"end {label}"))
 
     def noted_steps(self: Shared, args: Any, kwargs: Any) -> Steps:
         own = steps(self, args, kwargs)

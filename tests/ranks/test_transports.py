@@ -114,3 +114,23 @@ def test_one_rank_sends_nothing(kind: str) -> None:
         assert torch.equal(found, values(0) / 3)
     assert not torch.equal(full, full.bfloat16().float())
     assert not transport.statistics.traffic
+
+
+def come_last() -> list[float]:
+    """Rank 0 comes when rank 1 has begun, and does not look at what others offer."""
+    transport, rank = made("peer memory"), dist.get_rank()
+    sent, received = [torch.full((1,), 10.0 * rank + peer) for peer in range(2)], [torch.zeros(1), torch.zeros(1)]
+    if rank == 0:
+        dist.barrier()
+    begun = transport.all_to_all(sent, received, "rows", until_given=False)
+    if rank == 0:
+        begun.wait()
+    else:
+        dist.barrier()
+    dist.barrier()
+    begun.wait()
+    return [float(flat) for flat in received]
+
+
+def test_who_comes_last_does_not_wait_for_readers() -> None:
+    assert run_ranks(2, come_last) == [[0.0, 10.0], [1.0, 11.0]]

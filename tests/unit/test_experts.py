@@ -522,8 +522,9 @@ def test_rank_zeros_values_count() -> None:
     assert torch.equal(torch.cat(on_threads(4, work)), model.model.layers[1].mlp.experts.down_proj)
 
 
-def test_copies_of_a_model_send_rows_of_their_own() -> None:
-    model = make("mixtral")
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
+def test_copies_of_a_model_send_rows_of_their_own(family: str) -> None:
+    model = make(family)
 
     def work(axis: ThreadAxis) -> bool:
         own = copy.deepcopy(model)

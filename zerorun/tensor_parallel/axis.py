@@ -86,7 +86,7 @@ class TransportAxis:
         return out.view(parts[self.rank].shape)
 
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> UnderWay:
-        return self.transport.all_to_all(sent, received, label)
+        return self.transport.all_to_all(sent, received, label, until_given=False)
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         self.transport.broadcast(tensor, label)

@@ -73,7 +73,9 @@ class Gloo(Transport):
 
         return Pending(self.statistics, label, works, finish)
 
-    def _all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
+    def _all_to_all(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str, until_given: bool
+    ) -> Pending:
         tag, others = self.statistics.tag(label), [peer for peer in range(self.size) if peer != self.rank]
         works = [self._receiving(received[peer], peer, tag, label) for peer in others if received[peer].numel()]
         works += [self._sending(sent[peer], peer, tag, label) for peer in others if sent[peer].numel()]

@@ -104,7 +104,9 @@ class Nccl(Transport):
                 self.calls.allreduce([wire]).wait()
             store(wire, buffer, accumulate=False)
 
-    def _all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
+    def _all_to_all(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str, until_given: bool
+    ) -> Pending:
         self.statistics.order.note(label)
         empty = sent[0].new_empty(0)
         apart = [[empty if peer == self.rank else flat for peer, flat in enumerate(flats)] for flats in (sent, received)]

@@ -217,6 +217,7 @@ class PeerMemory:
         ``sources`` are kept alive until all others have read them. If they change soon, wait ``until_given``; else
         ``finish`` before they do. All ranks of the group make the same exchanges in the same order.
         """
+        self.forget_finished()
         if len(self._offered) >= SLOTS:
             self.finish()
         _permission.renew()

@@ -83,14 +83,16 @@ class SameHost(Gloo):
         tag = self.statistics.tag(label)
         return Pending(self.statistics, label, [self.memory.exchange(tag, label, [own], take, until_given=until_given)])
 
-    def _all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
+    def _all_to_all(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str, until_given: bool
+    ) -> Pending:
         def take(tables: list[torch.Tensor]) -> None:
             for peer, flat in enumerate(received):
                 if peer != self.rank and flat.numel():
                     self.memory.read_tensor(peer, int(tables[peer][self.rank]), flat)
 
         tag = self.statistics.tag(label)
-        return Pending(self.statistics, label, [self.memory.exchange(tag, label, sent, take, until_given=True)])
+        return Pending(self.statistics, label, [self.memory.exchange(tag, label, sent, take, until_given=until_given)])
 
     def _read_open(
         self, shards: OpenShards, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor

@@ -42,7 +42,9 @@ class ThroughHost(Transport):
         inner = self._inner._reduce_scatter(host, bounds, own, label, False, wire_dtype)
         return Pending(self.statistics, label, [inner], lambda: store(own.to(out.device), out, accumulate))
 
-    def _all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
+    def _all_to_all(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str, until_given: bool
+    ) -> Pending:
         there, here = [flat.to("cpu") for flat in sent], [torch.empty_like(flat, device="cpu") for flat in received]
 
         def finish() -> None:
@@ -50,7 +52,7 @@ class ThroughHost(Transport):
                 if peer != self.rank:
                     flat.copy_(here[peer])
 
-        return Pending(self.statistics, label, [self._inner._all_to_all(there, here, label)], finish)
+        return Pending(self.statistics, label, [self._inner._all_to_all(there, here, label, until_given)], finish)
 
     def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:
         if self.size > 1:

@@ -193,20 +193,25 @@ class Transport(ABC):
         """
         raise NotImplementedError(f"{self.name} sums what is packed")
 
-    def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
+    def all_to_all(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str, *, until_given: bool = True
+    ) -> Pending:
         """Send each rank its tensor of ``sent``, and fill ``received`` with those of the others, by rank.
 
-        They are flat, and of one dtype. One tensor may go to several ranks. After ``wait``, all of them may change.
+        They are flat, and of one dtype. One tensor may go to several ranks. After ``wait``, all of them may change; unless
+        ``until_given``, ``sent`` must not until all ranks have made the call.
         """
         others = [flat for peer, flat in enumerate(sent) if peer != self.rank]
         received[self.rank].copy_(sent[self.rank])
         if self.size == 1:
             return Pending(self.statistics, label)
         self.statistics.count(label, sum(flat.numel() * flat.element_size() for flat in others))
-        return self._all_to_all(sent, received, label)
+        return self._all_to_all(sent, received, label, until_given)
 
     @abstractmethod
-    def _all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> Pending:
+    def _all_to_all(
+        self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str, until_given: bool
+    ) -> Pending:
         """``all_to_all`` over more than one rank. What goes to this rank itself is in its place."""
 
     def broadcast(self, tensor: torch.Tensor, label: str, source: int = 0) -> None:
