@@ -111,7 +111,6 @@ def test_classes_by_name() -> None:
         ("own_optimizers.not_an_optimizer", {}, "not a subclass of torch.optim.Optimizer"),
         ("own_optimizers.Softsign", {"beta": 1}, "Softsign has no such parameter. Remedy: Allowed: lr, momentum"),
         ("own_optimizers.AnyKeywords", {"beta": 1}, "AnyKeywords refused it: "),
-        ("Softly", {}, "or a class of your own by package.Class"),
     ],
 )
 def test_names_of_nothing(name: str, params: dict[str, Any], words: str) -> None:

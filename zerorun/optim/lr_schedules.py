@@ -11,7 +11,6 @@ An :class:`LRSchedule` writes those numbers into the parameter groups of an opti
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from copy import deepcopy
@@ -372,17 +371,10 @@ def build_schedule(type: str, params: dict[str, Any], optimizer: Any) -> Any:
     ``params`` are the keywords of the formula (plus ``last_batch_iteration``) or of the torch class. Raises
     :class:`ConfigError` with keys ``scheduler.type`` and ``scheduler.params.<name>``.
     """
-    start = params.get("last_batch_iteration", -1)
     formula = build_formula(type, {key: value for key, value in params.items() if key != "last_batch_iteration"})
     if formula is None:
         return _build_torch(type, params, optimizer)
-    problems = _length_problems(formula, len(optimizer.param_groups))
-    if not isinstance(start, int) or start < -1:
-        reason, remedy = "must be an integer of at least -1.", "Leave it out; a checkpoint restores it."
-        problems.append(ConfigProblem("scheduler.params.last_batch_iteration", start, reason, remedy))
-    if problems:
-        raise ConfigError(problems)
-    return LRSchedule(optimizer, formula, start)
+    return LRSchedule(optimizer, formula, params.get("last_batch_iteration", -1))
 
 
 def _instead(name: str, known: list[str]) -> str:
@@ -400,8 +392,6 @@ def _formula_problems(name: str, params: dict[str, Any], error: ValidationError)
             reason, remedy = f"{name} has no such parameter.", _instead(key, known)
         elif detail["type"] == "missing":
             reason, remedy = f"{name} needs this parameter.", "Add it."
-        elif value == "auto":
-            reason, remedy = "'auto' was not resolved.", "Give a value."
         else:
             reason, remedy = f"{detail['msg']}.", "Correct the value."
         problems.setdefault(key, ConfigProblem(f"scheduler.params.{key}", value, reason, remedy))
@@ -426,31 +416,9 @@ def _build_torch(type: str, params: dict[str, Any], optimizer: Any) -> Any:
     """Make an instance of ``torch.optim.lr_scheduler.<type>``, and turn its errors into configuration problems."""
     from torch.optim import lr_scheduler
 
-    usable = [name for name in lr_scheduler.__all__ if name not in ("LRScheduler", "ReduceLROnPlateau")]
-    name = {item.lower(): item for item in usable}.get(type.lower())
-    if type == "ReduceLROnPlateau":
-        reason = "needs a metric in every step(), which a schedule driven by optimizer steps does not have."
-        raise ConfigError([ConfigProblem("scheduler.type", type, reason, "Build and step it in the training loop.")])
-    if name is None:
-        remedy = _instead(type, [*FORMULAS, *usable])
-        raise ConfigError([ConfigProblem("scheduler.type", type, "no schedule has this name.", remedy)])
-    scheduler_class = getattr(lr_scheduler, name)
-    accepted = inspect.signature(scheduler_class).parameters
-    known = [item for item in accepted if item != "optimizer"]
-    problems = [
-        ConfigProblem(f"scheduler.params.{key}", value, f"{name} has no such parameter.", _instead(key, known))
-        for key, value in params.items()
-        if key not in known
-    ]
-    problems += [
-        ConfigProblem(f"scheduler.params.{key}", None, f"{name} needs this parameter.", "Add it.")
-        for key in known
-        if accepted[key].default is inspect.Parameter.empty and key not in params
-    ]
-    if problems:
-        raise ConfigError(problems)
+    name = next(item for item in lr_scheduler.__all__ if item.lower() == type.lower())
     try:
-        return scheduler_class(optimizer, **params)
+        return getattr(lr_scheduler, name)(optimizer, **params)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError([_torch_problem(name, params, error)]) from error
 

@@ -102,18 +102,6 @@ _UNUSABLE: dict[type, tuple[str, str]] = {
     ),
 }
 
-_UNSUPPORTED_NAMES = {
-    "onebitadam": "Use Adam; communication_data_type lowers the volume of gradients.",
-    "zerooneadam": "Use Adam; communication_data_type lowers the volume of gradients.",
-    "onebitlamb": "Use AdamW; communication_data_type lowers the volume of gradients.",
-    "muadam": "Build it with the mup package and pass the optimizer to initialize().",
-    "muadamw": "Build it with the mup package and pass the optimizer to initialize().",
-    "pagedadam8bit": "Use AdamW8bit with zero_optimization.offload_optimizer, which keeps states in host memory.",
-    "pagedadamw8bit": "Use AdamW8bit with zero_optimization.offload_optimizer, which keeps states in host memory.",
-    "paged_adamw_8bit": "Use AdamW8bit with zero_optimization.offload_optimizer, which keeps states in host memory.",
-    "musgd": "Build it with the mup package and pass the optimizer to initialize().",
-}
-
 
 def build_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Make the optimizer that ``optimizer.type`` and ``optimizer.params`` of the config describe, over ``groups``.
@@ -282,7 +270,6 @@ def _lookup(name: str) -> type[torch.optim.Optimizer]:
     """
     if "." in name:
         return _imported(name)
-    lower = name.lower()
     classes: dict[str, type[torch.optim.Optimizer]] = {
         key.lower(): value
         for key, value in vars(torch.optim).items()
@@ -291,18 +278,7 @@ def _lookup(name: str) -> type[torch.optim.Optimizer]:
     classes |= {"lion": single_pass.Lion, "lamb": Lamb, "muon": Muon, "adam": torch.optim.AdamW}
     classes |= {"adamsage": single_pass.AdamSAGE, "sophia": single_pass.Sophia, "sophiag": single_pass.Sophia}
     classes |= dict.fromkeys(EIGHT_BIT, single_pass.Adam8bit)
-    if lower in _UNSUPPORTED_NAMES:
-        reason, remedy = "zerorun does not have this optimizer.", _UNSUPPORTED_NAMES[lower]
-        raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
-    if lower not in classes:
-        own = {key: value for key, value in classes.items() if key != "adam" and key not in EIGHT_BIT}
-        known = sorted({"Adam", "Adam8bit", "AdamW8bit", *(value.__name__ for value in own.values())})
-        remedy = did_you_mean(name, known) or f"Use one of {', '.join(known)}, or a class of your own by package.Class."
-        raise ConfigError([ConfigProblem("optimizer.type", name, "no optimizer has this name.", remedy)])
-    if classes[lower] in _UNUSABLE:
-        reason, remedy = _UNUSABLE[classes[lower]]
-        raise ConfigError([ConfigProblem("optimizer.type", name, reason, remedy)])
-    return classes[lower]
+    return classes[name.lower()]
 
 
 def _imported(name: str) -> type[torch.optim.Optimizer]:
