@@ -7,10 +7,11 @@ from pathlib import Path
 from ..errors import StepError
 from ..monitors.step_trace import StepTrace
 from ..watch.board import board
-from .whole_weights import WholeWeights
+from .offloading import Offloading
+from .saving import Saving
 
 
-class Tracing(WholeWeights):
+class Tracing(Saving, Offloading):
     """The part of an engine that traces some of its steps."""
 
     def trace(self, path: str | Path, steps: int = 3) -> None:
