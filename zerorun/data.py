@@ -86,7 +86,7 @@ class EpochLoader:
         self.shuffle, self.drop_last = shuffle, drop_last
         self._options: dict[str, Any] = {"collate_fn": collate_fn, "drop_last": drop_last, "num_workers": num_workers}
         self.length: int | None = None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
-        self._resumable = self.length is None and not num_workers and _has_state(dataset)
+        self._resumable = self.length is None and not num_workers and has_state(dataset)
         self._samples = batch_size * topology.data_parallel_size  # in one batch of every rank, together
         self._passes = 0  # iterators made so far, which is also the number of the newest
         self._moved = False  # the newest iterator must go to a new position
@@ -269,11 +269,11 @@ class RepeatingLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the wrapped loader, or an empty dict if it has none."""
-        return self.loader.state_dict() if _has_state(self.loader) else {}
+        return self.loader.state_dict() if has_state(self.loader) else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from ``state`` with the next batch. Raises CheckpointError if the wrapped loader cannot load a state."""
-        if _has_state(self.loader):
+        if has_state(self.loader):
             self.loader.load_state_dict(state)
         elif state:
             name = type(self.loader).__name__
@@ -281,7 +281,8 @@ class RepeatingLoader:
         self._iterator = iter(())  # the next batch asks the loader for a new one
 
 
-def _has_state(thing: object) -> bool:
+def has_state(thing: object) -> bool:
+    """True if ``thing`` can be asked where it is, and be put back there."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 

@@ -28,6 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import ModelError
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.random import Streams
+from ..tensor_parallel.sequence import with_hidden
 from .attention import AttentionSeam, RunningBlock, running
 from .rows import SEQUENCE, Rows
 
@@ -154,7 +155,7 @@ class Division:
         if first and block.training:
             self.streams.enter(hidden.device)
         if hidden.shape[SEQUENCE] == rows.length:  # whole; or one rank has all rows
-            args, kwargs = _with_hidden(rows.cut(hidden), args, kwargs)
+            args, kwargs = with_hidden(rows.cut(hidden), args, kwargs)
         return args, {**kwargs, LENGTH: rows.length}
 
     def _begin(self, length: int) -> None:
@@ -216,10 +217,6 @@ def _hidden(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         f"{type(block).__name__} gets no hidden states [batch, sequence, width], neither first nor by the name "
         "hidden_states. Remedy: remove sequence_parallel_size."
     )
-
-
-def _with_hidden(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
 def _length_in(kwargs: Mapping[str, Any]) -> int | None:

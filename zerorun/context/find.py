@@ -19,7 +19,7 @@ from torch import nn
 from ..errors import ConfigError, ConfigProblem, ModelError
 from ..pipeline.pretrained_proof import specimen
 from ..tensor_parallel.axis import Axis
-from ..tensor_parallel.threads import ThreadAxis, on_threads
+from ..tensor_parallel.threads import Outcome, ThreadAxis, first_difference, in_short, on_threads
 from .attention import AUTO, GATHER, ULYSSES
 from .divided_model import DividedBlocks, Division, Way
 from .exchange import fits
@@ -156,7 +156,7 @@ def way_of(model: nn.Module, method: str) -> Way:
     try:
         expected = _run(copy.deepcopy(tried), divides, lambda outcome: outcome)
     except Exception as error:
-        raise refusal(model, f"it could not be run on a few tokens ({_short(error)})") from error
+        raise refusal(model, f"it could not be run on a few tokens ({in_short(error)})") from error
     problem = "is not proven"
     for joins_early in (False, True):
         for tiles in (True, False) if divides else (False,):
@@ -174,9 +174,6 @@ def _methods(model: nn.Module, method: str) -> list[str]:
     return [way for way in (GATHER, ULYSSES) if method in (AUTO, way) and (way == GATHER or fit)] or [GATHER]
 
 
-Outcome = dict[str, torch.Tensor]
-
-
 def _difference(model: nn.Module, way: Way, method: str, expected: Outcome) -> str | None:
     """Return how a divided copy of ``model`` differs from the whole one, or None."""
 
@@ -191,24 +188,9 @@ def _difference(model: nn.Module, way: Way, method: str, expected: Outcome) -> s
     try:
         outcomes = on_threads(RANKS, work)
     except Exception as error:
-        return f"cannot be run ({_short(error)})"
-    largest = max(float(value.abs().max()) for value in expected.values() if value.numel())
-    for name, value in expected.items():
-        for found in outcomes:
-            if not _same(found[name], value, largest):
-                return f"gives another value for {name}"
-    return None
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:160]
-
-
-def _same(found: torch.Tensor, expected: torch.Tensor, largest: float) -> bool:
-    scale = float(expected.abs().max()) if expected.numel() else 0.0
-    near = (found - expected).abs() <= _TOLERANCE * (scale + 0.1 * largest)
-    return found.shape == expected.shape and bool(near.all())
+        return f"cannot be run ({in_short(error)})"
+    name = first_difference(outcomes, expected, _TOLERANCE, 0.1 * _TOLERANCE)
+    return f"gives another value for {name}" if name else None
 
 
 def _run(model: nn.Module, labelled: bool, of_all: Callable[[Outcome], Outcome]) -> Outcome:

@@ -69,11 +69,10 @@ class Grid:
 
     # -- data-parallel ranks -------------------------------------------------------------------------------------
 
-    def get_data_parallel_id(self) -> int:
-        return self._topology.data_parallel_rank
-
     def get_data_parallel_rank(self) -> int:
         return self._topology.data_parallel_rank
+
+    get_data_parallel_id = get_data_parallel_rank
 
     def get_data_parallel_world_size(self) -> int:
         return self._topology.data_parallel_size

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..activations.blocks import compiled, innermost
 from ..config.parse import Config
-from ..data import EpochLoader
+from ..data import EpochLoader, has_state
 from ..distributed.device import on_host
 from ..distributed.same_data import checksum, is_cheap
 from ..distributed.topology import Topology
@@ -22,7 +22,7 @@ from ..log import warn_once
 from ..monitors.device_sample import DeviceSample
 from ..monitors.observer import RunObserver
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
-from ..optim.lr_schedules import can_go_back, step_reversibly
+from ..optim.lr_schedules import step_reversibly
 from ..watch.board import Phase, board, during
 from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
@@ -254,7 +254,7 @@ class Engine(CurvatureTaking):
         self.history.progress.begin()
         self.sharded_model.reduce()
         wishes = (board.wanted_trace, *(saves.wishes() if saves is not None else ()))
-        must_know = self.lr_scheduler is not None and not can_go_back(self.lr_scheduler)
+        must_know = self.lr_scheduler is not None and not has_state(self.lr_scheduler)
         summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=must_know))
         trace, *others = summary.wishes
         board.agree_on_trace(trace)

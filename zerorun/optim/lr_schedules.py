@@ -287,11 +287,6 @@ class LRSchedule:
                 group["momentum"] = momentum
 
 
-def can_go_back(scheduler: Any) -> bool:
-    """True if ``step_reversibly`` works for ``scheduler``."""
-    return hasattr(scheduler, "state_dict") and hasattr(scheduler, "load_state_dict")
-
-
 def step_reversibly(scheduler: Any, optimizer: HasParamGroups, **kwargs: Any) -> Callable[[], None]:
     """Step ``scheduler`` with ``kwargs``. Return a function that undoes it, in the schedule and in ``optimizer``'s groups.
 

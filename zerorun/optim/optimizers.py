@@ -112,7 +112,7 @@ def build_optimizer(type: str, params: dict[str, Any], groups: list[dict[str, An
     optimizer_class, kwargs = resolve_optimizer(type, params)
     if not groups:
         raise ModelError("there are no parameters to optimize. Give the model a parameter with requires_grad=True.")
-    groups = [{**group, "params": _as_list(group["params"])} for group in groups]
+    groups = [{**group, "params": as_list(group["params"])} for group in groups]
     if _can_pass_once(optimizer_class, kwargs, groups):
         optimizer_class, kwargs = _pass_once(optimizer_class, kwargs)
     elif _can_fuse(optimizer_class, kwargs, groups):
@@ -378,7 +378,7 @@ def _pass_once(optimizer_class: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[
     return once, {**kwargs, **(decoupled if once is single_pass.Adam else {})}
 
 
-def _as_list(params: Any) -> list[Any]:
+def as_list(params: Any) -> list[Any]:
     """Return ``params`` of a group as a list. Torch accepts one tensor, or any iterable of tensors or (name, tensor)."""
     return [params] if isinstance(params, Tensor) else list(params)
 

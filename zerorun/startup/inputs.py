@@ -29,6 +29,7 @@ from ..optim import muon
 from ..optim.lr_schedules import build_schedule
 from ..optim.needs import Needs
 from ..optim.optimizers import (
+    as_list,
     build_optimizer,
     needs_of,
     parts_kind,
@@ -342,7 +343,7 @@ def _state_formats(model: nn.Module, tried: SinglePassOptimizer) -> dict[int, St
 def _groups(model: nn.Module, model_parameters: Iterable[Any] | None) -> list[dict[str, Any]]:
     chosen: list[Any] = list(model_parameters) if model_parameters is not None else list(model.parameters())
     if chosen and all(isinstance(item, dict) for item in chosen):
-        return [{**group, "params": _as_list(group.get("params", []))} for group in chosen]
+        return [{**group, "params": as_list(group.get("params", []))} for group in chosen]
     return [{"params": [param for param in chosen if param.requires_grad]}]
 
 
@@ -353,7 +354,7 @@ def _listed(params: Any) -> list[Any] | None:
     single = isinstance(params, (torch.Tensor, str, dict)) or not isinstance(params, Iterable)
     items = [params] if single else list(params)
     if not single and all(isinstance(item, dict) for item in items):
-        return [{**group, "params": _listed(_as_list(group.get("params", [])))} for group in items]
+        return [{**group, "params": _listed(as_list(group.get("params", [])))} for group in items]
     items = [item[1] if isinstance(item, tuple) and len(item) == 2 else item for item in items]
     wrong = next((item for item in items if not isinstance(item, torch.Tensor)), None)
     if single or wrong is not None:
@@ -402,10 +403,6 @@ def _refuse_unusable_data(data: Any) -> None:
             "training_data must be a dataset with __len__ and __getitem__, or an IterableDataset; got "
             f"{type(data).__name__}. Remedy: pass such a dataset, or iterate over the data in the loop without passing it."
         )
-
-
-def _as_list(params: Any) -> list[Any]:
-    return [params] if isinstance(params, torch.Tensor) else list(params)
 
 
 def _hidden_size(model: nn.Module) -> int | None:

@@ -21,7 +21,7 @@ from .collectives import Region
 from .convert import convert
 from .layers import whole_of
 from .styles import ParallelPlan
-from .threads import ThreadAxis, on_threads
+from .threads import Outcome, ThreadAxis, first_difference, in_short, on_threads
 
 BATCH, TOKENS = 2, 5
 NOT_ALONE = "cannot be run on"
@@ -29,7 +29,6 @@ NOT_ALONE = "cannot be run on"
 # such as those of key biases. fp32 rounds at 1e-6; a wrong layout differs in the first digit.
 _TOLERANCE, _TOLERANCE_OF_ALL = 1e-3, 1e-4
 Call = tuple[tuple[Any, ...], dict[str, Any]]
-Outcome = dict[str, torch.Tensor]
 
 
 class _Stop(Exception):
@@ -102,7 +101,7 @@ def difference(block: nn.Module, plan: ParallelPlan, call: Call, width: int) -> 
         try:
             expected = _run(_copy(pattern), args, kwargs)
         except Exception as error:
-            return f"{NOT_ALONE} {BATCH} x {TOKENS} tokens ({_short(error)})"
+            return f"{NOT_ALONE} {BATCH} x {TOKENS} tokens ({in_short(error)})"
 
         def work(axis: ThreadAxis) -> Outcome:
             mine = _copy(pattern)
@@ -112,23 +111,9 @@ def difference(block: nn.Module, plan: ParallelPlan, call: Call, width: int) -> 
         try:
             outcomes = on_threads(plan.size, work)
         except Exception as error:
-            return f"cannot be run when it is divided ({_short(error)})"
-    largest = max(value.abs().max().item() for value in expected.values() if value.numel())
-    for found in outcomes:
-        for name, value in expected.items():
-            if not _same(found[name], value, _TOLERANCE_OF_ALL * largest):
-                return f"differs in {name}"
-    return None
-
-
-def _short(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:160]
-
-
-def _same(found: torch.Tensor, expected: torch.Tensor, rounding: float) -> bool:
-    scale = expected.abs().max().item() if expected.numel() else 0.0
-    return found.shape == expected.shape and bool((found - expected).abs().le(_TOLERANCE * scale + rounding).all())
+            return f"cannot be run when it is divided ({in_short(error)})"
+    name = first_difference(outcomes, expected, _TOLERANCE, _TOLERANCE_OF_ALL)
+    return f"differs in {name}" if name else None
 
 
 def _randomized(block: nn.Module) -> nn.Module:

@@ -92,7 +92,7 @@ class SequenceParallel:
         if block.training:
             self.region.streams.enter(hidden.device)
         self.length = self.region.sequence_length = hidden.shape[SEQUENCE]
-        return _with_hidden(split_sequence(hidden, self.region.axis), args, kwargs)
+        return with_hidden(split_sequence(hidden, self.region.axis), args, kwargs)
 
     def _inside(self, layer: nn.Module, args: Any) -> None:
         self.region.sequence_length = self.length
@@ -100,7 +100,7 @@ class SequenceParallel:
     def _gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _hidden(module, args, kwargs)
         self.region.sequence_length = self.length
-        return _with_hidden(self.region.enter(hidden, training=False), args, kwargs)
+        return with_hidden(self.region.enter(hidden, training=False), args, kwargs)
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> Any:
         self.region.sequence_length = None
@@ -176,5 +176,6 @@ def _hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     )
 
 
-def _with_hidden(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def with_hidden(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments of a block with ``hidden`` in place of its hidden states."""
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 T = TypeVar("T")
+Outcome = dict[str, torch.Tensor]  # what a rank computes, by name
 
 
 class _Meeting:
@@ -103,3 +104,26 @@ def on_threads(size: int, work: Callable[[ThreadAxis], T]) -> list[T]:
     if errors:
         raise errors[min(errors)]
     return results
+
+
+def in_short(error: Exception) -> str:
+    """What ``error`` says first."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:160]
+
+
+def first_difference(
+    outcomes: Sequence[Outcome], expected: Outcome, tolerance: float, tolerance_of_all: float
+) -> str | None:
+    """The name of a value in which one of ``outcomes`` is not as ``expected``, or None.
+
+    ``tolerance`` is relative to the largest element of that value, and ``tolerance_of_all`` to that of all values.
+    """
+    largest = max(float(value.abs().max()) for value in expected.values() if value.numel())
+    for name, value in expected.items():
+        near = tolerance * (float(value.abs().max()) if value.numel() else 0.0) + tolerance_of_all * largest
+        for outcome in outcomes:
+            found = outcome[name]
+            if found.shape != value.shape or not bool(((found - value).abs() <= near).all()):
+                return name
+    return None
