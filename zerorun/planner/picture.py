@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ..errors import ConfigError, ConfigProblem
 from ..pipeline.schedule.actions import ActionKind
@@ -26,7 +26,8 @@ _STATES = {  # of the footprint's kinds, by name
     "slots of units": ("slots",),
     "optimizer states": ("master", "moments"),
 }
-_SHADES = ("#bdbdbd", "#4c78a8", "#54a24b", "#439894", "#f58518", "#e45756")
+_SHADES = dict(zip(_STATES, ("#bdbdbd", "#4c78a8", "#54a24b", "#439894", "#f58518"), strict=True))
+_ACTIVATIONS = "#e45756"
 _GIB = 2**30
 _SIZE = (12, 6)  # inches
 
@@ -96,36 +97,35 @@ def draw_plan(plan: RunPlan, path: str) -> None:
     if kind not in ("svg", "png"):
         raise ConfigError([ConfigProblem("--picture", path, "is no .svg and no .png.", "name such a file.")], "arguments")
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
-    found, gpu, c = step_picture(plan), plan.cluster.gpu, plan.best.candidate
+    found, c = step_picture(plan), plan.best.candidate
     figure = Figure(figsize=_SIZE, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [1, 4]})
-    colours = dict([*COLOURS.values(), *_AFTER.items()])
-    above.broken_barh(
-        [(begin, end - begin) for _, begin, end in found.bars],
-        (0, 1),
-        facecolors=[colours[name] for name, _, _ in found.bars],
-    )
-    above.set_yticks([])
-    there = {name: None for name, _, _ in found.bars}
-    above.legend(handles=[Patch(color=colours[name], label=name) for name in there], ncols=len(there), loc="lower left",
-                 bbox_to_anchor=(0, 1), frameon=False)  # fmt: skip
     stage = f"stage {found.stage} of {c.pipe}" if c.pipe > 1 else "each GPU"
     part = f", with {found.drawn} of {found.micro_batches} micro-batches" if found.drawn < found.micro_batches else ""
     figure.suptitle(f"{named(c)}: {stage}{part}", fontsize=11, parse_math=False)
-    seconds = [moment for moment, _ in found.moments]
-    heights = [0.0, *(sum(list(found.states.values())[: index + 1]) for index in range(len(found.states)))]
-    for name, colour, (low, high) in zip(found.states, _SHADES, pairwise(heights), strict=False):
-        if high > low:
-            below.fill_between((0, found.seconds), low / _GIB, high / _GIB, color=colour, label=name, linewidth=0)
-    top = [(heights[-1] + size) / _GIB for _, size in found.moments]
-    below.fill_between(seconds, heights[-1] / _GIB, top, color=_SHADES[-1], label="activations, and gradients on their way",
-                       linewidth=0)  # fmt: skip
-    below.axhline(gpu.memory / _GIB, color="black", linestyle="--", linewidth=1, label=f"{gpu.name}")
-    below.set_xlim(0, found.seconds)
-    below.set_ylim(0, 1.1 * max(gpu.memory, found.peak) / _GIB)
-    below.set_xlabel("seconds")
-    below.set_ylabel("GiB")
+    _draw_bars(found, above)
+    _draw_memory(found, below)
+    below.axhline(plan.cluster.gpu.memory / _GIB, color="black", linestyle="--", linewidth=1, label=plan.cluster.gpu.name)
+    below.set_ylim(0, 1.1 * max(plan.cluster.gpu.memory, found.peak) / _GIB)
     figure.legend(*below.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     save(figure, path, kind)
+
+
+def _draw_bars(found: StepPicture, axes: Any) -> None:
+    colours = dict([*COLOURS.values(), *_AFTER.items()])
+    for name in dict.fromkeys(name for name, _, _ in found.bars):
+        bars = [(begin, end - begin) for what, begin, end in found.bars if what == name]
+        axes.broken_barh(bars, (0, 1), facecolors=colours[name], label=name)
+    axes.set_yticks([])
+    axes.legend(ncols=len(colours), loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
+
+
+def _draw_memory(found: StepPicture, axes: Any) -> None:
+    seconds = [moment for moment, _ in found.moments]
+    layers = {name: [size / _GIB] * len(seconds) for name, size in found.states.items() if size}
+    layers["activations, and gradients on their way"] = [size / _GIB for _, size in found.moments]
+    axes.stackplot(seconds, layers.values(), labels=layers, colors=[_SHADES.get(name, _ACTIVATIONS) for name in layers])
+    axes.set_xlim(0, found.seconds)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("GiB")
