@@ -7,6 +7,7 @@ The two ranks are forks of one process: importing Trainer takes longer than all 
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import sys
@@ -170,4 +171,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # clients collect garbage again and again: what has been imported need not be looked through each time
     zerorun.notebook_launcher(main, num_processes=2)
