@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from harness import patience, start_script
 
 _REFUSED = 77  # exit status
+_OWN_MOUNTS = """\
+import ctypes as _ctypes, os as _os, subprocess as _subprocess, sys as _sys
+_NEWNS, _NEWUSER, _user, _group = 0x20000, 0x10000000, _os.geteuid(), _os.getegid()
+if _ctypes.CDLL(None).unshare(_NEWNS | (_NEWUSER if _user else 0)):
+    _sys.exit(77)
+if _user:
+    for _name, _text in (("setgroups", "deny"), ("uid_map", f"0 {_user} 1"), ("gid_map", f"0 {_group} 1")):
+        with open(f"/proc/self/{_name}", "w") as _file:
+            _file.write(_text)
+if _subprocess.run(["sh", "-c", _sys.argv[1]]).returncode:
+    _sys.exit(77)
+_os.chdir(_sys.argv[2])
+"""
 
 
-def run_on_small_disk(script: str, folder: Path, *, mebibytes: int, kind: str = "tmpfs", **environment: str) -> str:
+def run_on_small_disk(script: str, folder: Path, *, mebibytes: int, kind: str = "tmpfs") -> str:
     """What ``script`` prints; it finds the disk in its working directory. Skips the test where one may not mount.
 
     ``kind``: "tmpfs", or "ext4" on a loop device. ``folder`` is an empty one of the test's own.
     """
-    if not shutil.which("unshare"):
-        pytest.skip("there is no unshare")
     disk, image = folder / "disk", folder / "image"
     disk.mkdir()
     mount = f"mount -t tmpfs -o size={mebibytes}m none {disk}"
     if kind == "ext4":
         mount = f"truncate -s {mebibytes}M {image} && mkfs.ext4 -q {image} && mount -o loop {image} {disk}"
-    (folder / "script.py").write_text(script)
-    run = f"({mount}) || exit {_REFUSED}; cd {disk} && exec {sys.executable} {folder / 'script.py'}"
-    own = ["unshare", "-m"] if os.geteuid() == 0 else ["unshare", "-rm"]
-    done = subprocess.run(
-        [*own, "sh", "-c", run], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
-    )
-    if done.returncode == _REFUSED or "unshare failed" in done.stderr:
-        pytest.skip(f"this process may not mount a {kind}: {done.stderr.strip()}")
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    running = start_script(_OWN_MOUNTS + script, f"mount --make-rprivate / && {mount}", str(disk))
+    code, out, err = running.finish(120 * patience())
+    if code == _REFUSED:
+        pytest.skip(f"this process may not mount a {kind}: {err.strip()}")
+    assert code == 0, err
+    return out

@@ -10,8 +10,6 @@ import mmap
 import operator
 import os
 import platform
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from covering import by_day
-from harness import patience
+from harness import patience, start_script
 from small_disk import run_on_small_disk
 
 from zerorun.ops import aio, build, native
@@ -292,10 +290,10 @@ for name in backends():
 
 def test_a_limit_on_the_file(tmp_path: Path) -> None:
     """A short write first, then the error: in a process of its own, as the limit is the process's."""
-    command = [sys.executable, "-c", BACKENDS_THAT_WORK + LIMIT]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60 * patience())
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    text = f"import os\nos.chdir({str(tmp_path)!r})\n{BACKENDS_THAT_WORK}{LIMIT}"
+    code, out, err = start_script(text).finish(60 * patience())
+    assert code == 0, err
+    lines = [line.split() for line in out.splitlines()]
     assert lines[-1][0] == "python" and {number for _, number in lines} == {str(errno.EFBIG)}
 
 
@@ -386,11 +384,13 @@ def test_without_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capl
 
 
 FORBID = """
-import ctypes, struct, sys
+import ctypes, os, struct, sys
 from pathlib import Path
 import torch
 from zerorun.ops import aio
-numbers = [int(number) for number in sys.argv[1:]]
+os.chdir(sys.argv[1])
+os.environ.pop("ZERORUN_AIO", None)
+numbers = [int(number) for number in sys.argv[2:]]
 code = struct.pack("HBBI", 0x20, 0, 0, 0)  # load the number of the system call
 for number in numbers:
     code += struct.pack("HBBI", 0x15, 0, 1, number) + struct.pack("HBBI", 0x06, 0, 0, 0x00050000 | 1)  # EPERM
@@ -413,13 +413,11 @@ SETUP = {"x86_64": ("425", "206"), "aarch64": ("425", "0")}.get(platform.machine
 @pytest.mark.parametrize("forbidden", by_day((1, 2), 1))
 def test_the_next_back_end_is_taken(forbidden: int, tmp_path: Path) -> None:
     """As in containers: the kernel forbids the system call."""
-    command = [sys.executable, "-c", FORBID, *SETUP[:forbidden]]
-    env = {key: value for key, value in os.environ.items() if key != "ZERORUN_AIO"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60 * patience())
-    if done.returncode == 77:
+    code, out, err = start_script(FORBID, str(tmp_path), *SETUP[:forbidden]).finish(60 * patience())
+    if code == 77:
         pytest.skip("this process may not forbid itself anything")
-    assert done.returncode == 0, done.stderr
-    backend, right, reason = done.stdout.split(maxsplit=2)
+    assert code == 0, err
+    backend, right, reason = out.split(maxsplit=2)
     assert right == "True"
     if backend == "threads":  # in a container without AIO from the beginning
         assert reason.startswith("io_uring and libaio: not allowed here")
