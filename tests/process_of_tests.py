@@ -14,8 +14,8 @@ from multiprocessing.reduction import recv_handle, send_handle
 
 from forked_scripts import start_server
 
-_SHARED = ("torch", "torch._dynamo", "zerorun.engine.initialize")
-_IF_THERE = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
+_SHARED = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "zerorun.engine.initialize")
+_IF_THERE = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "peft", "hypothesis")
 IMPORT_NOTHING = "TESTS_IMPORT_NOTHING"  # in the environment of a run whose tests need none of these
 
 
