@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import zerorun
+from zerorun.log import command_parser
 
 VERIFY = "verify"  # the script that zerorun has: module:function --config FILE
 _LAUNCHERS = ("local", "ssh", "slurm", "pdsh", "openmpi")
@@ -23,13 +24,11 @@ ended well; 2 if nothing was started.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zerorun",
+    parser = command_parser(
+        "zerorun",
+        "Start one worker per device, on this machine or on many hosts, and see them through.",
+        _EPILOG,
         usage="zerorun [options] script.py [script args...]",
-        description="Start one worker per device, on this machine or on many hosts, and see them through.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add = partial(_add, parser)
     _add_worker_options(add)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 from zerorun.errors import ZerorunError
 
@@ -54,6 +56,29 @@ def warn_once(message: str) -> None:
 
 
 # -- commands ----------------------------------------------------------------------------------------------------
+
+
+def command_parser(program: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser without arguments, which prints ``epilog`` as it is and takes options by their whole names."""
+    return argparse.ArgumentParser(
+        prog=program,
+        usage=usage,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def end_as_by_ctrl_c() -> None:
+    """Let signals that end a program unwind it, so that what it began is undone."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _leave)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def run_command(program: str, failed: int, command: Callable[[], tuple[int, Iterable[str]]]) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import zerorun
 from zerorun.errors import ScheduleError
-from zerorun.log import positive, run_command
+from zerorun.log import command_parser, positive, run_command
 
 from .schedule.actions import FORWARD_ONLY, PipelineSchedule
 from .schedule.formulas import bubble, why_inexact
@@ -85,13 +85,7 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zerorun-schedule",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("zerorun-schedule", _DESCRIPTION, _EPILOG)
     add = parser.add_argument
     add("--stages", type=positive, metavar="P", help="ranks of the pipeline")
     add("--micro-batches", type=positive, metavar="M", help="micro-batches of a step")

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from zerorun.errors import ConfigError, ConfigProblem
-from zerorun.log import counted, in_bytes, positive, run_command
+from zerorun.log import command_parser, counted, in_bytes, positive, run_command
 
 from .answer import RunPlan, compared, named, plan_run
 from .calibration import fitted
@@ -41,13 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zerorun-plan",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("zerorun-plan", _DESCRIPTION, _EPILOG)
     add = parser.add_argument
     add("--model", metavar="FILE", help="the model's config.json")
     add("--gpus", metavar="NxGPU", help="such as 384xH100")

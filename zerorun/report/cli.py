@@ -5,16 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
-import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 import zerorun
-from zerorun.errors import LaunchError
 from zerorun.launcher.carriers import CARRIERS
 from zerorun.launcher.chosen_hosts import choose_hosts, in_allocation, own_names
 from zerorun.launcher.cli import carrier_options
@@ -22,7 +20,7 @@ from zerorun.launcher.facts import visible_gpus
 from zerorun.launcher.hosts import Host, limit_slots
 from zerorun.launcher.options import build_parser as launcher_parser
 from zerorun.launcher.options import parse_args
-from zerorun.log import counted, positive
+from zerorun.log import command_parser, counted, end_as_by_ctrl_c, positive, run_command
 
 from . import collect, findings, live, page
 from .finding import NOTE, Finding
@@ -43,35 +41,22 @@ finding.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` and return the exit status."""
     args = build_parser().parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that what was started is ended, as after Ctrl-C
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, _leave)
-    try:
-        report, found = make_report(args, os.environ)
-    except LaunchError as error:
-        print(f"zerorun-report: error: {error}", file=sys.stderr)
-        return CANNOT_TRAIN
-    except KeyboardInterrupt:
-        return 130
-    except Exception:  # Python's own status for it would say that this machine can train
-        traceback.print_exc()
-        return CANNOT_TRAIN
-    print(json.dumps(report, indent=2) if args.json else page.render(report, found))
-    return int(report["verdict"]["status"])
+    end_as_by_ctrl_c()  # so that what was started is ended, as after Ctrl-C
+    return run_command("zerorun-report", CANNOT_TRAIN, partial(_run, args))
 
 
-def _leave(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)
+def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
+    report, found = make_report(args, os.environ)
+    text = json.dumps(report, indent=2) if args.json else page.render(report, found)
+    return int(report["verdict"]["status"]), text.splitlines()
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zerorun-report",
-        description="Say on one page whether this machine, or the hosts given, can train: what they are, what differs "
+    parser = command_parser(
+        "zerorun-report",
+        "Say on one page whether this machine, or the hosts given, can train: what they are, what differs "
         "between them, and a live check of every collective.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        _EPILOG,
     )
     add = parser.add_argument
     add("-H", "--hostfile", metavar="FILE", help="lines such as: node1 slots=8 (user=NAME port=N); # comments")

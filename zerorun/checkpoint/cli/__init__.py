@@ -7,14 +7,12 @@ import importlib
 import json
 import math
 import re
-import signal
-import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import zerorun
-from zerorun.log import run_command
+from zerorun.log import command_parser, end_as_by_ctrl_c, run_command
 
 FAILED = 2
 _DTYPES = ("fp32", "bf16", "fp16")
@@ -47,9 +45,7 @@ _NAMES_HELP = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` and return the exit status."""
     args = build_parser().parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that a half-written directory is deleted, as after Ctrl-C
-        if signal.getsignal(number) == signal.SIG_DFL:
-            signal.signal(number, _leave)
+    end_as_by_ctrl_c()  # so that a half-written directory is deleted, as after Ctrl-C
     return run_command("zerorun-checkpoint", FAILED, partial(_run, args))
 
 
@@ -59,21 +55,11 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
     return int(status), lines
 
 
-def _leave(number: int, frame: object) -> NoReturn:
-    sys.exit(128 + number)
-
-
 # -- arguments ---------------------------------------------------------------------------------------------------
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zerorun-checkpoint",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = command_parser("zerorun-checkpoint", _DESCRIPTION, _EPILOG)
     parser.add_argument("--version", action="version", version=f"zerorun {zerorun.__version__}")
     commands = parser.add_subparsers(title="subcommands", metavar="COMMAND", required=True)
     _add_inspect(commands)
