@@ -80,7 +80,16 @@ def test_384_h100s_for_a_trillion_tokens() -> None:
     assert all(fits(one.memory, plan.cluster) for one in (plan.best, *plan.others))
     assert plan.best.step.seconds <= min(one.step.seconds for one in plan.others)
     assert 0.95 < plan.goodput < 1
-    assert load_config(plan.config).zero_optimization.stage == plan.best.candidate.stage
+    loaded = load_config(plan.config)
+    assert loaded.zero_optimization.stage == plan.best.candidate.stage
+    assert (
+        loaded.checkpoint.every_minutes == round((2 * 10 * 50_700 * 3600 / 384) ** 0.5 / 60)
+        and loaded.checkpoint.asynchronous
+    )
+    often = zerorun.plan_run(LLAMA_8B, "384xH100", {"sequence": 8192, "failure_hours": 50_700 / 4})
+    assert often.save_every == pytest.approx(plan.save_every / 2) and often.goodput < plan.goodput
+    with pytest.raises(ConfigError, match=r"goal\.failure_hours = 0"):
+        zerorun.plan_run(LLAMA_8B, "384xH100", {"failure_hours": 0})
 
 
 @pytest.mark.parametrize("gpus", by_day(("16xA100-40", "64xH100"), "64xH100"))

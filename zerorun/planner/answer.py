@@ -20,7 +20,6 @@ from .search import Goal, Timed, least_gpus, search
 from .step_time import StepModel
 
 _NEXT = 5  # configurations that are shown beside the best one
-_FAILURES = 50_700 * 3600  # GPU-seconds between interruptions: Llama 3's 466 in 54 days on 16,384 GPUs
 _STALL, _RESTART = 10.0, 300.0  # seconds of a save that is seen, and of a restart from the disk
 _DAY = 86400.0
 _MOST_GPUS, _MOST_MFU = 1 << 17, 1.1  # more than fp8 has reached
@@ -47,8 +46,19 @@ class RunPlan:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration, as in a JSON file."""
-        return candidate_config(self.best.candidate)
+        """The configuration, as in a JSON file. It saves as often as is best, and goes on by itself."""
+        saves = {
+            "dir": "checkpoints",
+            "auto_resume": True,
+            "every_minutes": round(self.save_every / 60),
+            "asynchronous": True,
+        }
+        return {**candidate_config(self.best.candidate), "checkpoint": saves}
+
+    @property
+    def _between_failures(self) -> float:
+        """Seconds between interruptions."""
+        return self.goal.failure_hours * 3600 / self.cluster.gpus
 
     @property
     def calibrated(self) -> bool:
@@ -79,14 +89,16 @@ class RunPlan:
 
     @property
     def save_every(self) -> float:
-        """Seconds between saves at which the least is lost: the root of 2 x stall x time between failures."""
-        return sqrt(2 * _STALL * _FAILURES / self.cluster.gpus)
+        """Seconds between saves at which the least is lost, a minute or more: the root of 2 x stall x time between failures.
+
+        J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
+        """
+        return max(60.0, sqrt(2 * _STALL * self._between_failures))
 
     @property
     def goodput(self) -> float:
         """The part of the time that is not lost to saves, repeated steps and restarts."""
-        between = _FAILURES / self.cluster.gpus
-        return 1 - _STALL / self.save_every - (self.save_every / 2 + _RESTART) / between
+        return 1 - _STALL / self.save_every - (self.save_every / 2 + _RESTART) / self._between_failures
 
     @property
     def links(self) -> dict[str, float]:
@@ -263,14 +275,20 @@ def _shape(model: Any) -> ModelShape:
 
 
 def _goal(goal: Goal | Mapping[str, Any] | None) -> Goal:
-    if isinstance(goal, Goal):
-        return goal
+    found = goal if isinstance(goal, Goal) else _read_goal(goal or {})
+    if not found.failure_hours > 0:
+        remedy = "give the GPU-hours between two failures."
+        raise ConfigError([ConfigProblem("goal.failure_hours", found.failure_hours, "is not above 0.", remedy)])
+    return found
+
+
+def _read_goal(goal: Mapping[str, Any]) -> Goal:
     known = [field.name for field in fields(Goal)]
-    unknown = [key for key in goal or {} if key not in known]
+    unknown = [key for key in goal if key not in known]
     if unknown:
         remedy = f"use {', '.join(known)}."
-        raise ConfigError([ConfigProblem(f"goal.{key}", (goal or {})[key], "is not known.", remedy) for key in unknown])
-    return Goal(**(goal or {}))
+        raise ConfigError([ConfigProblem(f"goal.{key}", goal[key], "is not known.", remedy) for key in unknown])
+    return Goal(**goal)
 
 
 def _for_deadline(shape: ModelShape, cluster: Cluster, goal: Goal, calibration: Calibration) -> int | None:

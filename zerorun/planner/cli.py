@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gpus-per-node", type=positive, default=8, metavar="N", help="default: 8")
     add("--days", type=float, default=0.0, metavar="N", help="say how many GPUs are done with --tokens in so many days")
     add("--price", type=float, default=0.0, metavar="N", help="of a GPU-hour")
+    add("--failure-hours", type=float, default=Goal.failure_hours, metavar="N", help="GPU-hours between failures (50700)")
     add("--compare", metavar="FILE", help="a configuration to compare the best one with")
     add("--write", metavar="FILE", help="write the configuration")
     add("--picture", metavar="FILE", help="draw a step and its memory (.svg or .png)")
@@ -87,6 +88,7 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
         tokens=args.tokens,
         price=args.price,
         days=args.days,
+        failure_hours=args.failure_hours,
     )
     plan = plan_run(args.model, cluster_of(args.gpus, nics_gbps=args.nics, per_node=args.gpus_per_node), goal)
     if args.write:
