@@ -89,7 +89,7 @@ class RunPlan:
 
     @property
     def save_every(self) -> float:
-        """Seconds between saves at which the least is lost, a minute or more: the root of 2 x stall x time between failures.
+        """Seconds between saves at which the least is lost, at least 60: the root of 2 x stall x time between failures.
 
         J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
         """
