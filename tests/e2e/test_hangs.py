@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,10 +65,16 @@ ZERORUN, TORCHRUN = ["zerorun.launcher.cli"], ["torch.distributed.run"]
 
 
 def run(
-    folder: Path, kind: str, stage: int, transport: str, launcher: list[str] = ZERORUN, ranks: int = 3
+    folder: Path,
+    kind: str,
+    stage: int,
+    transport: str,
+    launcher: list[str] = ZERORUN,
+    ranks: int = 3,
+    script: str = SCRIPT,
 ) -> subprocess.CompletedProcess[str]:
     """A job. ``transport``: through sockets, as between hosts, or memory that ranks read."""
-    (folder / "train.py").write_text(SCRIPT)
+    (folder / "train.py").write_text(script)
     command = [sys.executable, "-m", *launcher, "--nproc-per-node", str(ranks), "train.py", kind, str(stage), "saved"]
     kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment = {**kept, "ZERORUN_DEVICE": "cpu", "ZERORUN_PEER_MEMORY": "0" if transport == "sockets" else "1"}
@@ -105,6 +112,73 @@ def test_who_is_guilty(tmp_path: Path, kind: str, stage: int, transport: str, wo
     if function is not None:
         main = report.split("rank 1:\n")[1].split("\n\n")[0]  # the main thread comes first
         assert "Current thread" in main and f"in {function}" in main
+
+
+GROUPS = """
+import os, sys, time, torch, zerorun
+kind, stage = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(1)
+
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_experts, self.up = 4, torch.nn.Parameter(torch.ones(4, 16, 16))
+
+    def forward(self, hidden, index, weights):
+        return (torch.einsum("th,tkho->tko", hidden, self.up[index]) * weights.unsqueeze(-1)).sum(1)
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = torch.nn.Linear(16, 4), Experts()
+
+    def forward(self, rows):
+        weights, index = self.router(rows).softmax(-1).topk(2)
+        return rows + self.experts(rows, index, weights)
+
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "hang_timeout_s": 1,
+          "zero_optimization": {"stage": stage}}
+if kind == "experts":
+    model, config["expert_parallel"] = torch.nn.Sequential(Block(), Block()), {"enabled": True, "autoep_size": 2}
+else:
+    from transformers import LlamaConfig, LlamaForCausalLM
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+    config |= {"sequence_parallel_size": 2, "context_parallel": {"method": kind}}
+engine = zerorun.initialize(model, config)
+
+def planted_bug(*unused):
+    time.sleep(1000)
+
+for step in range(12):
+    if step == 6 and os.environ["RANK"] == "1":
+        before = model[1].router if kind == "experts" else model.model.layers[1].self_attn.q_proj
+        before.register_forward_pre_hook(planted_bug)
+    ids = torch.ones(2, 6, dtype=torch.int64)
+    loss = engine(torch.ones(2, 16)).square().mean() if kind == "experts" else engine(input_ids=ids, labels=ids).loss
+    engine.backward(loss)
+    engine.step()
+"""
+EXPERTS, HEADS, KEYS = "experts: counts", "context: rows to heads forward", "context: gather keys and values forward"
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "transport", "label"),
+    [
+        ("experts", 2, "memory", EXPERTS),
+        pytest.param("experts", 3, "sockets", EXPERTS, marks=night),
+        pytest.param("ulysses", 0, "memory", HEADS, marks=night),
+        pytest.param("gather", 3, "sockets", KEYS, marks=night),
+    ],
+)
+def test_groups_of_experts_and_contexts(tmp_path: Path, kind: str, stage: int, transport: str, label: str) -> None:
+    """A rank that does not come to an exchange is told with its name, and with the ranks between which it is."""
+    found = run(tmp_path, kind, stage, transport, ranks=4, script=GROUPS)
+    assert found.returncode == 124, found.stderr
+    report = found.stderr.rstrip().split("=" * 80)[-2]
+    assert "rank 1 does not move: it has been in forward for" in report and "after 6 steps" in report
+    assert re.search(rf"rank 0 for \d+ s at '{label}' between ranks 0-1\.", report), report
+    assert "in planted_bug" in report.split("rank 1:\n")[1].split("\n\n")[0]
 
 
 @night

@@ -2090,11 +2090,11 @@ MUTANTS = (
         ("tests/unit/test_context_models.py", "-k", "llama"),
     ),
     Mutant(
-        "rows-begin-at-zero",
-        "rank",
+        "the-next-token-is-seen",
+        "bound",
         "zerorun/context/attention.py",
-        "            own = torch.arange(self.rows.begin, self.rows.end)",
-        "            own = torch.arange(self.rows.count)",
+        "    line[: rows.count - 1] = -torch.inf",
+        "    line[: rows.count - 2] = -torch.inf",
         ("tests/unit/test_context_models.py", "-k", "llama"),
     ),
     Mutant(

@@ -15,6 +15,7 @@ from zerorun.context import attention
 from zerorun.context.attention import AUTO, GATHER, ULYSSES
 from zerorun.context.exchange import fits
 from zerorun.context.find import Divided, inner_model, refuse_heads, way_of
+from zerorun.context.rows import Rows
 from zerorun.errors import ConfigError, ModelError
 from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
 
@@ -83,6 +84,16 @@ def test_the_mask_without_a_tensor_is_the_same(monkeypatch: pytest.MonkeyPatch) 
     batch = batch_of("plain", 0, 0, 0)
     for found in divided("llama", batch, 3, GATHER):
         assert_same(found, whole("llama", batch))
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(12, 3), (13, 4), (4, 4)])
+def test_all_rows_of_a_mask_are_in_one_line(length: int, ranks: int) -> None:
+    for rank in range(ranks):
+        rows = Rows(length, ThreadAxis(rank, ranks, None))  # type: ignore[arg-type]
+        mask = attention.backwards(rows, torch.float32)
+        assert mask.untyped_storage().nbytes() == 4 * (rows.count - 1 + rows.end)
+        seen = torch.arange(rows.begin, rows.end)[:, None] >= torch.arange(rows.end)
+        assert torch.equal(mask[0, 0].flip(-1) == 0, seen)
 
 
 def test_a_last_rank_without_labels_adds_nothing() -> None:

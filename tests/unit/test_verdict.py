@@ -41,6 +41,13 @@ def test_a_rank_that_computes_is_named_and_not_certain() -> None:
     )
 
 
+def test_the_group_of_who_waits_for_the_guilty_is_named() -> None:
+    """Others may wait longer, for those who wait: here for all."""
+    found = verdict(waits(0, "experts: counts", span=(0, 1, 2)), rank(1), waits(2, wait_s=45), waits(3, wait_s=45))
+    assert found is not None and found.guilty == (1,)
+    assert found.text.endswith("Ranks 0, 2-3 are waiting for it, rank 0 for 40 s at 'experts: counts' between ranks 0-1.")
+
+
 def test_a_rank_that_moves_is_waited_for() -> None:
     assert verdict(waits(0), waits(1), waits(3)) is None
 

@@ -31,28 +31,11 @@ Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 @dataclass
 class RunningBlock:
-    """A divided block that is running. ``calls``: how often it has attended. ``masks``: what blocks share, by its key."""
+    """A divided block that is running. ``calls``: how often it has attended."""
 
     rows: Rows
     method: str
-    masks: dict[Any, torch.Tensor]
     calls: int = 0
-
-    def lower_right(self, like: torch.Tensor) -> Any:
-        """Return the mask by which own rows [own rows, end] attend to what is not after them, for tensors as ``like``.
-
-        A GPU's kernels need no tensor for it. On CPUs, blocks share one, because autograd keeps it for each of them.
-        """
-        if on_gpu(like):
-            with _disable_current_modes():  # torch cannot make this class in a mode that looks at operations
-                return causal_lower_right(self.rows.count, self.rows.end)
-        key = self.rows.length, like.dtype
-        if key not in self.masks:
-            own = torch.arange(self.rows.begin, self.rows.end)
-            hidden = own[:, None] < torch.arange(self.rows.end)
-            self.masks.clear()
-            self.masks[key] = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, -torch.inf)[None, None]
-        return self.masks[key]
 
 
 class _Running(threading.local):
@@ -211,8 +194,9 @@ def _by_rows(
     rows = block.rows
     _refuse_rows(implementation, mask, keywords)
     key, value = gather(key, value, rows)
-    if "position_bias" in keywords and isinstance(keywords["position_bias"], torch.Tensor):
-        keywords["position_bias"] = keywords["position_bias"][..., rows.begin : rows.end, :]
+    bias = keywords.get("position_bias")
+    if isinstance(bias, torch.Tensor):
+        keywords["position_bias"] = bias = bias[..., rows.begin : rows.end, :]
     causal = keywords.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     if isinstance(mask, torch.Tensor) and mask.dim() == 4:
@@ -221,9 +205,26 @@ def _by_rows(
         key, value = key[:, :, : rows.end], value[:, :, : rows.end]  # what comes later is not attended to
         if isinstance(mask, torch.Tensor):
             mask = mask[..., : rows.end]  # of padding [batch, sequence]; flash attention ends queries where keys end
+        elif "flash" not in implementation and on_gpu(query):
+            with _disable_current_modes():  # torch cannot make this class in a mode that looks at operations
+                mask = causal_lower_right(rows.count, rows.end)  # no tensor: kernels know it
         elif "flash" not in implementation:
-            mask = block.lower_right(query)
+            key, value, mask = key.flip(2), value.flip(2), backwards(rows, query.dtype)
+            if isinstance(bias, torch.Tensor):
+                keywords["position_bias"] = bias[..., : rows.end].flip(-1)
     return inner(module, query, key, value, mask, **keywords)[0]
+
+
+def backwards(rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+    """Return the mask [1, 1, own rows, end] by which own rows attend to what is not after them, where keys are in the
+    reverse order.
+
+    Then the sum of the numbers of row and column tells. So all rows of the mask lie in one line of memory, each a step
+    after the one before, where a whole mask would take as much as many layers.
+    """
+    line = torch.zeros(rows.count - 1 + rows.end, dtype=dtype)
+    line[: rows.count - 1] = -torch.inf
+    return line.as_strided((1, 1, rows.count, rows.end), (0, 0, 1, 1))
 
 
 def _refuse_rows(implementation: str, mask: Any, keywords: dict[str, Any]) -> None:

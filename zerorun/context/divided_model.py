@@ -93,7 +93,6 @@ class Division:
         self.targets: torch.Tensor | None = None  # of the whole sequence, if the loss is to be divided
         self.ignored = -100  # among targets
         self.in_tiles = False
-        self.masks: dict[Any, torch.Tensor] = {}  # that blocks share
         self._decoding = self._entered = False  # the blocks' model runs; a block of it has begun
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
@@ -243,7 +242,7 @@ class InBlock(OwnForward):
         rows = Rows(length, self.division.axis)
         args = (*args[:1], *(_own(name, arg, rows) for name, arg in zip(self._names[1:], args[1:], strict=False)))
         kwargs = {name: item if name == "hidden_states" else _own(name, item, rows) for name, item in kwargs.items()}
-        block = RunningBlock(rows, self.division.method, self.division.masks)
+        block = RunningBlock(rows, self.division.method)
         with running(block):
             output = self.inner(*args, **kwargs)
         if not block.calls:

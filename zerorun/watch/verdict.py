@@ -133,7 +133,7 @@ def _follow(first: Standing, standing: Mapping[int, Standing], ended: Mapping[in
         stuck = [standing[rank] for rank in missing]
         still = [other for other in stuck if not other.waits]
         if still:
-            return _still(still, standing)
+            return _still(still, standing, world_size)
         if not stuck:
             return _link(one, standing, world_size)
         if stuck[0] in trail:
@@ -181,7 +181,7 @@ def _ended(one: Standing, gone: Sequence[Ended]) -> Hang:
     return Hang("ended", tuple(other.rank for other in gone), text + _SAME_NUMBER)
 
 
-def _still(still: Sequence[Standing], standing: Mapping[int, Standing]) -> Hang | None:
+def _still(still: Sequence[Standing], standing: Mapping[int, Standing], world_size: int) -> Hang | None:
     stopped = [one for one in still if one.stopped]
     guilty = stopped or [one for one in still if one.limit_s and one.quiet_s > one.limit_s * _slowness(one)]
     if not guilty:
@@ -190,10 +190,13 @@ def _still(still: Sequence[Standing], standing: Mapping[int, Standing]) -> Hang 
     more = f" (and {ranks_in_words([one.rank for one in guilty[1:]])})" if len(guilty) > 1 else ""
     what = "is stopped, by SIGSTOP or a debugger" if stopped else "does not move"
     waiting = [one for one in standing.values() if one.waits]
-    longest = max(waiting, key=_waited)
+    near = [one for one in waiting if first.rank in one.sight.ranks(world_size)]
+    waiter = min(near, key=lambda one: (len(one.sight.ranks(world_size)), -_waited(one)))  # in the smallest group
+    group = sorted({waiter.rank, *waiter.sight.ranks(world_size)})
+    between = "" if len(group) == world_size else f" between {ranks_in_words(group)}"
     text = (
         f"{first.name}{more} {what}: it has been {first.doing} for {first.quiet_s:.0f} s, after {_steps(first)}. "
-        f"{_are(waiting)} waiting for it, {longest.name} for {_waited(longest):.0f} s at '{longest.sight.label}'."
+        f"{_are(waiting)} waiting for it, {waiter.name} for {_waited(waiter):.0f} s at '{waiter.sight.label}'{between}."
     )
     cause = "stopped" if stopped else "data" if first.sight.phase == Phase.DATA else "busy"
     return Hang(cause, tuple(one.rank for one in guilty), text, certain=bool(stopped))
