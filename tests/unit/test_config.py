@@ -504,7 +504,21 @@ def test_what_torch_has_passes_verbatim() -> None:
         ("scheduler", "LambdaLR", {"lr_lambda": 1}, "type", "pass lr_scheduler="),
         ("scheduler", "cosineannealinglr", {"T_max": 5, "eta_mn": 0}, "params.eta_mn", '"eta_min"'),
         ("scheduler", "StepLR", {}, "params.step_size", '"step_size"'),
+        ("scheduler", "WarmupLR", {"warmup_steps": 3}, "params.warmup_steps", '"warmup_num_steps"'),
+        ("scheduler", "WarmupLR", {"warmup_num_steps": 2.5}, "params.warmup_num_steps", "Round it"),
+        ("scheduler", "WarmupLR", {"warmup_num_steps": -1}, "params.warmup_num_steps", "at least 0"),
+        ("scheduler", "WarmupLR", {"warmup_min_lr": [0.1, float("nan")]}, "params.warmup_min_lr[1]", "Write a number"),
+        ("scheduler", "WarmupLR", {"warmup_type": "cubic"}, "params.warmup_type", "Use one of 'log', 'linear'"),
+        ("scheduler", "WarmupDecayLR", {"total_num_steps": None}, "params.total_num_steps", '"total_num_steps"'),
+        ("scheduler", "LRRangeTest", {"lr_range_test_step_size": 0}, "params.lr_range_test_step_size", "at least 1"),
         ("scheduler", "OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": 1}, "params.cycle_max_mom", "<1"),
+        (
+            "scheduler",
+            "OneCycle",
+            {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_min_mom": [0, 1]},
+            "params.cycle_min_mom",
+            "<1",
+        ),
     ],
 )
 def test_wrong_names_and_keywords(section: str, name: str, params: dict[str, Any], key: str, remedy: str) -> None:

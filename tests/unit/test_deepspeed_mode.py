@@ -223,6 +223,12 @@ from zerorun.optim.lr_schedules import WarmupDecayLR, LRSchedule
 made = LRSchedule(torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1), WarmupDecayLR(total_num_steps=2000))
 schedules = deepspeed.runtime.lr_schedules
 print(isinstance(made, schedules.WarmupLR), isinstance(made, schedules.OneCycle), isinstance(1, schedules.WarmupLR))
+cycle = schedules.OneCycle(made.optimizer, 0.1, [0.2], cycle_min_mom=[0.5], cycle_second_step_size=None)
+print(cycle.formula.cycle_max_lr, cycle.formula.cycle_min_mom, cycle.formula.cycle_max_mom)
+try:
+    schedules.WarmupDecayLR(made.optimizer, warmup_min_lr="auto", warmup_stps=1)
+except zerorun.ConfigError as error:
+    print(sorted(problem.key.removeprefix("scheduler.params.") for problem in error.problems))
 print(zerorun.Engine.coalesce_grad_reduction is zerorun.Engine.no_sync)
 deepspeed.utils.set_log_level_from_string("warning")
 print(deepspeed.utils.logger.level)
@@ -234,7 +240,8 @@ except Exception as error:
     print(type(error).__name__, "it has not" in str(error))
 """
     assert printed(BEGIN + text, tmp_path, WORLD_SIZE="4") == [
-        "True False False", "True", "30", "True False 1", "1 cycle_min_lr log warmup_min_ratio", "TopologyError True"
+        "True False False", "(0.2,) (0.5,) 0.9", "['total_num_steps', 'warmup_min_lr', 'warmup_stps']",
+        "True", "30", "True False 1", "1 cycle_min_lr log warmup_min_ratio", "TopologyError True"
     ]  # fmt: skip
 
 

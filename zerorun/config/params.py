@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
 from zerorun.config.fields import Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail
 from zerorun.errors import ConfigProblem, did_you_mean
@@ -47,12 +47,19 @@ def _adafactor_eps(value: object) -> list[float | None]:
     return list(value)  # type: ignore[call-overload, no-any-return]
 
 
+def _below_one(value: Any) -> Any:
+    if any(number >= 1 for number in (value if isinstance(value, list) else [value])):
+        fail("must be less than 1.", "Use a number that is less than 1.")
+    return value
+
+
 NonNegative = Annotated[Real, Field(ge=0)]
 Betas = Annotated[list[float], BeforeValidator(_betas)]
 TwoNumbers = Annotated[list[float], BeforeValidator(_two_numbers)]
 ThreeNumbers = Annotated[list[float], BeforeValidator(_three_numbers)]
 Steps = Annotated[Int, Field(ge=0)]
 SomeSteps = Annotated[Int, Field(ge=1)]
+MomentumPerGroup = Annotated[PerGroup, AfterValidator(_below_one)]
 WarmupType = Annotated[Literal["log", "linear"], LowerCase]
 
 
@@ -241,8 +248,8 @@ class OneCycleParams(FormulaParams):
     cycle_second_stair_count: Steps | None = None
     decay_step_size: Steps | None = None
     cycle_momentum: Flag | None = None
-    cycle_min_mom: Annotated[Real, Field(ge=0, lt=1)] | None = None
-    cycle_max_mom: Annotated[Real, Field(ge=0, lt=1)] | None = None
+    cycle_min_mom: MomentumPerGroup = None
+    cycle_max_mom: MomentumPerGroup = None
     decay_mom_rate: NonNegative | None = None
 
 

@@ -105,6 +105,15 @@ def load_config(
     return _with(config, values, dict.fromkeys(sources, "file"), tuple(reader.auto))
 
 
+def check_keywords(section: str, name: str, params: dict[str, Any]) -> dict[str, Any]:
+    """Return what a program gives for ``params`` of ``section``, type ``name``. Raises ConfigError as for a file."""
+    reader = ConfigReader()
+    given = reader.keywords(f"{section}.", name, params)
+    unresolved = [ConfigProblem(key, AUTO, "'auto' is resolved in files alone.", "Give a value.") for key in reader.auto]
+    _raise([*reader.problems, *unresolved], f"{name}()")
+    return given
+
+
 def _batch_problems(config: Config, wrong: set[str], world_size: int, hint: int | None) -> list[ConfigProblem]:
     """Return the problems that ``resolve`` would find in the batch sizes; none if they depend on a ``wrong`` key."""
     sizes = _tensor_size(config) | _context_size(config)

@@ -99,7 +99,7 @@ class ConfigReader:
         if value == AUTO:
             self._auto(path + key, section)
         elif key == "params" and model in (Optimizer, Scheduler):
-            cleaned[key] = self._keywords(path, raw.get("type"), value)
+            cleaned[key] = self.keywords(path, raw.get("type"), value)
         elif section is None:
             cleaned[key] = value
         elif isinstance(value, dict):
@@ -112,7 +112,7 @@ class ConfigReader:
         switch = next((name for name in ("enabled", "stage") if section and name in section.model_fields), None)
         self.auto.append(f"{key}.{switch}" if switch else key)
 
-    def _keywords(self, path: str, name: object, value: Any) -> dict[str, Any]:
+    def keywords(self, path: str, name: object, value: Any) -> dict[str, Any]:
         """Return the keywords of an optimizer or schedule. They are checked only if its name is known.
 
         A class of the user's checks its own; any other unknown name is a problem of its own.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
+from ..config.parse import check_keywords
 from ..optim.lr_schedules import FORMULAS, LRSchedule, build_formula
 
 WARMUP_LR, WARMUP_DECAY_LR, WARMUP_COSINE_LR = "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"
@@ -31,7 +32,8 @@ def _schedule_class(name: str) -> type[LRSchedule]:
     order = [*first, *(field.name for field in fields(FORMULAS[name]) if field.name not in first)]
 
     def __init__(self: LRSchedule, optimizer: Any, *values: Any, last_batch_iteration: int = -1, **params: Any) -> None:
-        formula = build_formula(name, {**dict(zip(order, values, strict=False)), **params})
+        given = check_keywords("scheduler", name, {**dict(zip(order, values, strict=False)), **params})
+        formula = build_formula(name, given)
         assert formula is not None
         LRSchedule.__init__(self, getattr(optimizer, "optimizer", optimizer), formula, last_batch_iteration)
 

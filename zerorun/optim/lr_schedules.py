@@ -15,20 +15,15 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from torch import Tensor
 
-from zerorun.errors import ConfigError, ConfigProblem, ModelError, did_you_mean
+from zerorun.errors import ConfigError, ConfigProblem, ModelError
 from zerorun.log import warn_once
 
-Number = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Momentum = Annotated[float, Field(ge=0, lt=1)]
-PerGroup = Number | tuple[Number, ...]  # one value for all parameter groups, or one for each
-Steps = Annotated[int, Field(ge=0)]
-SomeSteps = Annotated[int, Field(ge=1)]
+PerGroup = float | tuple[float, ...]  # one value for all parameter groups, or one for each
 
 
 class Formula(Protocol):
@@ -68,10 +63,9 @@ class WarmupLR:
     If ``warmup_max_lr`` is None, it is the lr that each parameter group was built with. N = max(2, ``warmup_num_steps``).
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = None
-    warmup_num_steps: Steps = 1000
+    warmup_num_steps: int = 1000
     warmup_type: Literal["log", "linear"] = "log"
 
     def lr_at(self, i: int, base_lr: float, group: int) -> float:
@@ -90,7 +84,7 @@ class WarmupLR:
 class WarmupDecayLR(WarmupLR):
     """:class:`WarmupLR`, then a straight line: g = (T - i) / max(1, T - N), not below 0, reaching 0 at i = T."""
 
-    total_num_steps: SomeSteps
+    total_num_steps: int
     warmup_max_lr: PerGroup | None = 0.001
 
     def _after_warmup(self, i: int, length: int) -> float:
@@ -106,11 +100,10 @@ class WarmupCosineLR:
     the first ``step()`` is 0 whatever ``warmup_min_ratio`` is, as in DeepSpeed.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-    total_num_steps: SomeSteps
-    warmup_min_ratio: Number = 0.0
-    warmup_num_steps: Steps = 1000
-    cos_min_ratio: Number = 0.0001
+    total_num_steps: int
+    warmup_min_ratio: float = 0.0
+    warmup_num_steps: int = 1000
+    cos_min_ratio: float = 0.0001
     warmup_type: Literal["log", "linear"] = "log"
 
     def lr_at(self, i: int, base_lr: float, group: int) -> float:
@@ -134,19 +127,18 @@ class OneCycle:
     ``decay_step_size`` 0 means no decay. Smith 2018, arXiv:1803.09820.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     cycle_min_lr: PerGroup
     cycle_max_lr: PerGroup
-    decay_lr_rate: Number = 0.0
-    cycle_first_step_size: SomeSteps = 2000
-    cycle_second_step_size: Steps | None = None
-    cycle_first_stair_count: Steps = 0
-    cycle_second_stair_count: Steps | None = None
-    decay_step_size: Steps = 0
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
     cycle_momentum: bool = True
-    cycle_min_mom: Momentum | tuple[Momentum, ...] = 0.8
-    cycle_max_mom: Momentum | tuple[Momentum, ...] = 0.9
-    decay_mom_rate: Number = 0.0
+    cycle_min_mom: PerGroup = 0.8
+    cycle_max_mom: PerGroup = 0.9
+    decay_mom_rate: float = 0.0
 
     def lr_at(self, i: int, base_lr: float, group: int) -> float:
         low, high = _of_group(self.cycle_min_lr, group), _of_group(self.cycle_max_lr, group)
@@ -190,10 +182,9 @@ class OneCycle:
 class LRRangeTest:
     """lr = min (1 + rate (i + 1) / size), the quotient floored if ``staircase``. Smith 2018, arXiv:1803.09820."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     lr_range_test_min_lr: PerGroup = 1e-3
-    lr_range_test_step_size: SomeSteps = 2000
-    lr_range_test_step_rate: Number = 1.0
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
 
     def lr_at(self, i: int, base_lr: float, group: int) -> float:
@@ -345,15 +336,13 @@ def _assign(group: dict[str, Any], key: str, value: float) -> None:
 
 
 def build_formula(type: str, params: dict[str, Any]) -> Formula | None:
-    """Return the formula for one of DeepSpeed's five names, or None for any other name. Needs no optimizer."""
+    """Return the formula for one of DeepSpeed's five names, or None for any other name. ``params`` are checked ones."""
     names = {name.lower(): name for name in FORMULAS}
     name = names.get(type.lower())
     if name is None:
         return None
-    try:
-        formula: Formula = TypeAdapter(FORMULAS[name]).validate_python(params)
-    except ValidationError as error:
-        raise ConfigError(_formula_problems(name, params, error)) from None
+    given = {key: tuple(value) if isinstance(value, list) else value for key, value in params.items()}
+    formula: Formula = FORMULAS[name](**given)
     total, warmup = getattr(formula, "total_num_steps", None), getattr(formula, "warmup_num_steps", 0)
     if total is not None and total < warmup:
         warn_once(f"scheduler {name}: total_num_steps {total} is less than warmup_num_steps {warmup}")
@@ -363,34 +352,13 @@ def build_formula(type: str, params: dict[str, Any]) -> Formula | None:
 def build_schedule(type: str, params: dict[str, Any], optimizer: Any) -> Any:
     """Make an :class:`LRSchedule` for DeepSpeed's five names, else the ``torch.optim.lr_scheduler`` class of that name.
 
-    ``params`` are the keywords of the formula (plus ``last_batch_iteration``) or of the torch class. Raises
-    :class:`ConfigError` with keys ``scheduler.type`` and ``scheduler.params.<name>``.
+    ``params`` are the keywords of the formula (plus ``last_batch_iteration``) or of the torch class, as the configuration
+    has checked them. Raises :class:`ConfigError` with keys ``scheduler.params.<name>`` for what only the optimizer tells.
     """
     formula = build_formula(type, {key: value for key, value in params.items() if key != "last_batch_iteration"})
     if formula is None:
         return _build_torch(type, params, optimizer)
     return LRSchedule(optimizer, formula, params.get("last_batch_iteration", -1))
-
-
-def _instead(name: str, known: list[str]) -> str:
-    return did_you_mean(name, known) or f"Use one of {', '.join(known)}."
-
-
-def _formula_problems(name: str, params: dict[str, Any], error: ValidationError) -> list[ConfigProblem]:
-    """Return one problem per parameter; pydantic reports each alternative of a union separately."""
-    known = [field.name for field in fields(FORMULAS[name])]
-    problems: dict[str, ConfigProblem] = {}
-    for detail in error.errors(include_url=False):
-        key = str(detail["loc"][0])
-        value = params.get(key)
-        if detail["type"] == "unexpected_keyword_argument":
-            reason, remedy = f"{name} has no such parameter.", _instead(key, known)
-        elif detail["type"] == "missing":
-            reason, remedy = f"{name} needs this parameter.", "Add it."
-        else:
-            reason, remedy = f"{detail['msg']}.", "Correct the value."
-        problems.setdefault(key, ConfigProblem(f"scheduler.params.{key}", value, reason, remedy))
-    return list(problems.values())
 
 
 def _length_problems(formula: Any, groups: int) -> list[ConfigProblem]:
