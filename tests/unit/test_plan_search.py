@@ -18,12 +18,14 @@ from zerorun.config import load_config
 from zerorun.errors import ConfigError, DoesNotFitError
 from zerorun.pipeline import cli as schedule
 from zerorun.planner import cli
+from zerorun.planner.calibration import calibration_of
 from zerorun.planner.candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration
-from zerorun.planner.footprint import CONTEXT, candidate_config
+from zerorun.planner.footprint import CONTEXT, candidate_config, footprints
 from zerorun.planner.hardware import GB, cluster_of
 from zerorun.planner.model_shape import ModelShape, shape_of
 from zerorun.planner.picture import step_picture
-from zerorun.planner.search import Goal, fits, fitting, least_gpus, search
+from zerorun.planner.search import Goal, Timed, fits, fitting, least_gpus, search
+from zerorun.planner.step_time import StepTime, step_time
 
 # OLMo 1B and 7B (arXiv:2402.00838), Llama 2 70B's shape, Falcon 40B (arXiv:2311.16867), Llama 3.1 405B, and one of 10B.
 OLMO_1B = ModelShape(16, 2048, 16, 16, 128, 8192, 3, 50304, True, gains=0, final_gains=0)
@@ -90,6 +92,27 @@ def test_384_h100s_for_a_trillion_tokens() -> None:
     assert often.save_every == pytest.approx(plan.save_every / 2) and often.goodput < plan.goodput
     with pytest.raises(ConfigError, match=r"goal\.failure_hours = 0"):
         zerorun.plan_run(LLAMA_8B, "384xH100", {"failure_hours": 0})
+
+
+def test_split_backwards_fill_bubbles() -> None:
+    """The bubble is the formula's and the schedule's; what is planned can be loaded. More activations are kept."""
+    found = search(OLMO_70B, cluster_of("64xH100"), Goal(4096, 256))
+    pairs = 0
+    for one in found[:50]:
+        plain = next((other for other in found if other.candidate == replace(one.candidate, zero_bubble=False)), None)
+        if one.candidate.zero_bubble and plain is not None:
+            closed, simulated = (step.causes["pipeline bubble"] for step in (_closed(one), one.step))
+            assert simulated == pytest.approx(closed, rel=0.2) and simulated < _closed(plain).causes["pipeline bubble"]
+            last = [footprints(OLMO_70B, each.candidate)[plain.candidate.pipe - 1].activations for each in (one, plain)]
+            assert last[0] > last[1]
+            assert load_config(candidate_config(one.candidate)).pipeline.schedule == "zero_bubble"
+            pairs += 1
+    assert pairs
+
+
+def _closed(one: Timed) -> StepTime:
+    cluster = cluster_of("64xH100")
+    return step_time(OLMO_70B, one.candidate, cluster, calibration_of(cluster.gpu))
 
 
 @pytest.mark.parametrize("gpus", by_day(("16xA100-40", "64xH100"), "64xH100"))
@@ -196,16 +219,18 @@ def test_a_link_is_as_fast_as_it_is_said_to_be(capsys: pytest.CaptureFixture[str
     ("shape", "gpus", "batch"), [(OLMO_7B, "8xH100", 64), (OLMO_70B, "64xH100", 64), (OLMO_1B, "1xA100-40", 8)]
 )
 def test_the_picture_ends_and_peaks_as_planned(shape: ModelShape, gpus: str, batch: int) -> None:
-    """Of interleaved stages the plan counts the activations by a formula."""
     plan = zerorun.plan_run(shape, gpus, {"batch": batch})
     for one in (plan.best, *plan.others):
         picture = step_picture(replace(plan, best=one))
-        assert picture.peak == pytest.approx(one.memory.device + CONTEXT, rel=0.05 if one.candidate.chunks > 1 else 1e-6)
+        planned = one.memory.device + CONTEXT
+        assert picture.peak <= 1.05 * planned  # for interleaved and zero-bubble schedules there is a formula
+        assert one.candidate.schedule != "1f1b" or picture.peak == pytest.approx(planned)
         if picture.drawn == picture.micro_batches:
             assert picture.seconds == pytest.approx(one.step.seconds, rel=0.02 if one.candidate.pipe > 1 else 1e-6)
         assert all(before <= after for (before, _), (after, _) in pairwise(picture.moments))
         names, lengths = zip(*((name, end - begin) for name, begin, end in picture.bars), strict=True)
-        assert names.count("forward") == names.count("backward") == picture.drawn * one.candidate.chunks
+        backward = "weight gradient" if one.candidate.zero_bubble else "backward"
+        assert names.count("forward") == names.count(backward) == picture.drawn * one.candidate.chunks
         assert min(lengths) > 0
 
 

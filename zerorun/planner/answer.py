@@ -11,6 +11,7 @@ from typing import Any
 from ..config.parse import load_config
 from ..errors import ConfigError, ConfigProblem, DoesNotFitError
 from ..log import counted, in_bytes
+from ..pipeline.schedule.schedules import ZERO_BUBBLE
 from .calibration import Calibration, calibration_of
 from .candidate import KernelGeneration, RunCandidate
 from .footprint import candidate_config, footprint
@@ -177,7 +178,7 @@ class RunPlan:
         """Yield the command that draws the step of a pipeline."""
         c, step = self.best.candidate, self.best.step
         if c.pipe > 1:
-            kind = f"interleaved --chunks {c.chunks}" if c.chunks > 1 else "1f1b"
+            kind = f"{c.schedule} --chunks {c.chunks}" if c.chunks > 1 else c.schedule
             times = f"{step.forward:.4g} {step.backward / 2:.4g} {step.backward / 2:.4g}"
             yield "its step is drawn by"
             stages = f"--stages {c.pipe} --micro-batches {c.accumulation}"
@@ -197,7 +198,8 @@ def named(candidate: RunCandidate) -> str:
     parts = [f"stage {c.stage}"]
     parts += [f"{c.shard} shards" if c.stage and c.shard != c.data * c.context else ""]
     parts += [f"{c.tensor} tensor" if c.tensor > 1 else "", f"{c.context} context" if c.context > 1 else ""]
-    parts += [f"{c.pipe} stages" + (f" x {c.chunks} chunks" if c.chunks > 1 else "") if c.pipe > 1 else ""]
+    kind = f" x {c.chunks} chunks" if c.chunks > 1 else " without bubbles" if c.zero_bubble else ""
+    parts += [f"{c.pipe} stages{kind}" if c.pipe > 1 else ""]
     parts += [f"{c.data} replicas", f"micro-batch {c.micro_batch} x {c.accumulation}"]
     parts += [f"{c.checkpointing} checkpointing" if c.checkpointing != "none" else ""]
     parts += ["optimizer in host memory" if c.offload_optimizer else ""]
@@ -329,6 +331,7 @@ def compared(path: str | Path, plan: RunPlan) -> Timed:
         tensor=tensor,
         pipe=pipe,
         chunks=config.pipeline.chunks,
+        zero_bubble=config.pipeline.schedule == ZERO_BUBBLE,
         context=context,
         stage=zero.stage,
         shard=(zero.shard_degree or data * context) if zero.stage else 1,

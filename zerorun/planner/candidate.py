@@ -21,17 +21,19 @@ class KernelGeneration(str, Enum):
 class RunCandidate:
     """Degrees, stage and batch. ``data``: replicas of the model; ``shard``: ranks that divide the states.
 
-    ``chunks``: parts of the model on each of ``pipe`` stages. ``sequence``: tokens; ``micro_batch``: sequences of a replica
-    and micro-batch; ``accumulation``: micro-batches of a step. ``checkpointing``: none, selective, every_n (every second
-    block) or full. ``precision``: fp32, bf16, fp16, bf16-pure, fp8 or mxfp8. ``sequence_parallel``: tensor ranks divide
-    rows between the layers that they divide. ``wire_bytes``: of a gradient where it is reduced. ``reduces_once``: at stages
-    2 and 3 gradients are reduced once in a step, not for each micro-batch. ``hides``: what goes on behind the computation.
+    ``chunks``: parts of the model on each of ``pipe`` stages; ``zero_bubble``: the schedule splits backwards.
+    ``sequence``: tokens; ``micro_batch``: sequences of a replica; ``accumulation``: micro-batches of a step.
+    ``checkpointing``: none, selective, every_n (every second block) or full. ``precision``: fp32, bf16, fp16, bf16-pure,
+    fp8 or mxfp8. ``sequence_parallel``: tensor ranks divide rows between the layers that they divide. ``wire_bytes``: of a
+    gradient where it is reduced. ``reduces_once``: at stages 2 and 3 gradients are reduced once in a step, not for each
+    micro-batch. ``hides``: what goes on behind the computation.
     """
 
     data: int
     tensor: int = 1
     pipe: int = 1
     chunks: int = 1
+    zero_bubble: bool = False
     context: int = 1
     stage: int = 0
     shard: int = 1
@@ -46,6 +48,11 @@ class RunCandidate:
     wire_bytes: int = 4
     reduces_once: bool = False
     hides: frozenset[str] = frozenset((REDUCTIONS, GATHERS))
+
+    @property
+    def schedule(self) -> str:
+        """The pipeline's, by its name in the configuration."""
+        return "interleaved" if self.chunks > 1 else "zero_bubble" if self.zero_bubble else "1f1b"
 
     @property
     def world(self) -> int:

@@ -217,9 +217,12 @@ def activations(shape: ModelShape, candidate: RunCandidate, rank: int) -> Activa
 
 
 def _peak(candidate: RunCandidate, found: Activations, rank: int, blocks: int) -> int:
-    """Return the bytes of activations that the stage ``rank`` keeps at its peak, with the schedule 1F1B or interleaved."""
+    """Return the bytes of activations that the stage ``rank`` keeps at its peak.
+
+    Of the zero-bubble schedule: as if all were kept until the gradients of weights are done.
+    """
     c = candidate
-    in_flight: float = min(c.accumulation, c.pipe - rank)
+    in_flight: float = min(c.accumulation, c.pipe - (0 if c.zero_bubble else rank))
     if c.chunks > 1:
         in_flight = min(c.accumulation, c.pipe + (c.pipe - 1 - 2 * rank) / c.chunks)
     return int(in_flight * blocks * found.block + found.passing)
@@ -250,8 +253,8 @@ def candidate_config(candidate: RunCandidate) -> dict[str, object]:
     if c.tensor > 1:
         config["tensor_parallel"] = {"size": c.tensor, "sequence_parallel": c.sequence_parallel}
     if c.pipe > 1:
-        chunks = {"schedule": "interleaved", "chunks": c.chunks} if c.chunks > 1 else {"schedule": "1f1b"}
-        config["pipeline"] = {"stages": c.pipe, **chunks}
+        chunks = {"chunks": c.chunks} if c.chunks > 1 else {}
+        config["pipeline"] = {"stages": c.pipe, "schedule": c.schedule, **chunks}
     if c.context > 1:
         config["sequence_parallel_size"] = c.context
     if c.kernels is KernelGeneration.FUSED:

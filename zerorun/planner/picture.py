@@ -28,6 +28,13 @@ _STATES = {  # of the footprint's kinds, by name
 }
 _SHADES = dict(zip(_STATES, ("#bdbdbd", "#4c78a8", "#54a24b", "#439894", "#f58518"), strict=True))
 _ACTIVATIONS = "#e45756"
+# What a computation adds to the activations that are kept, in those of a micro-batch.
+_KEEPS = {
+    ActionKind.FORWARD: 1,
+    ActionKind.BACKWARD: -1,
+    ActionKind.INPUT_GRADIENT: 0,
+    ActionKind.WEIGHT_GRADIENT: -1,
+}
 _GIB = 2**30
 _SIZE = (12, 6)  # inches
 
@@ -69,11 +76,11 @@ def step_picture(plan: RunPlan) -> StepPicture:
     part = found.block * layers_of_stages(shape, c.pipe, c.chunks)[stage] / c.chunks
     bars, moments, kept = [], [(0.0, 0.0)], 0.0
     for span in spans:
-        bars.append((COLOURS[span.action.kind][0], span.start, span.end))
-        forward = span.action.kind is ActionKind.FORWARD
-        passing = 0.0 if forward else found.passing + memory.made
+        kind = span.action.kind
+        bars.append((COLOURS[kind][0], span.start, span.end))
+        passing = 0.0 if kind is ActionKind.FORWARD else found.passing + memory.made
         moments += [(span.start, kept), (span.start, kept + passing)]
-        kept = max(0.0, kept + (part if forward else -part))
+        kept = max(0.0, kept + _KEEPS[kind] * part)
         moments += [(span.end, kept + passing), (span.end, kept)]
     bars += _after(bars[-1][2], model, step.causes)
     moments.append((bars[-1][2], 0.0))

@@ -154,10 +154,12 @@ def _stages(shape: ModelShape, cluster: Cluster, base: RunCandidate, own: int) -
         if own % micro == 0:
             for chunks in _chunks(shape, base.pipe, own // micro):
                 batch = replace(base, micro_batch=micro, accumulation=own // micro, chunks=chunks)
-                yield batch
-                for stage in (1, 2, 3) if replicas > 1 else (1,):
-                    for shard in (replicas, *hybrid):
-                        yield replace(batch, stage=stage, shard=shard)
+                splits = 1 < base.pipe <= batch.accumulation and chunks == 1
+                for one in (batch, replace(batch, zero_bubble=True)) if splits else (batch,):
+                    yield one
+                    for stage in (1, 2, 3) if replicas > 1 else (1,):
+                        for shard in (replicas, *hybrid):
+                            yield replace(one, stage=stage, shard=shard)
         micro *= 2
 
 

@@ -31,6 +31,7 @@ from .model_shape import ModelShape
 _UPDATE, _FUSED_UPDATE = 40, 28  # bytes that an update moves per parameter
 _HOST_UPDATE, _OF_HOST = 28, 0.8  # the same in host memory, and the part of its bandwidth that the update reaches
 _ROUNDS = 4  # micro-batches that are simulated, for each stage
+_MOST_STAGES = 16  # of a zero-bubble schedule: to look for the best one of more takes long, and the formula is near
 _MESSAGE = 20e-6  # seconds before a message between stages begins to arrive
 
 
@@ -92,7 +93,7 @@ class StepModel:
             "tensor ranks": micro * blocks * (block.on_gpu - work.seconds),
             "host": micro * blocks * (block.seconds - block.on_gpu),
             "messages of stages": micro * boundary,
-            "pipeline bubble": (c.pipe - 1) * (mean + exposed + boundary) / c.chunks + micro * slower,
+            "pipeline bubble": (c.pipe - 1) * (mean + exposed + boundary - self._filled(mean)) / c.chunks + micro * slower,
             "gathers and reductions": micro * exposed + self.exposed_in_step,
             "update": self.update_seconds(),
         }
@@ -100,10 +101,18 @@ class StepModel:
         forward = (mean + slower + exposed) * block.forward / block.seconds
         return StepTime(causes, forward, mean + slower + exposed - forward)
 
+    def _filled(self, mean: float) -> float:
+        """Return the seconds of a bubble that gradients of weights fill: pipeline/schedule/formulas.py."""
+        if not self.candidate.zero_bubble:
+            return 0.0
+        forward = mean * self.block.forward / self.block.seconds
+        weights = min(forward, (mean - forward) / 2)
+        return weights + min(forward, mean - forward - weights, weights)
+
     def simulated(self) -> StepTime:
         """Return the step with the bubble of a simulated schedule, in which stages have the blocks that they will have."""
         c, found = self.candidate, self.step()
-        if c.pipe == 1:
+        if c.pipe == 1 or (c.zero_bubble and c.pipe > _MOST_STAGES):
             return found
         bubble = self._simulated_bubble()
         causes = {**found.causes, "pipeline bubble": bubble}
@@ -124,9 +133,9 @@ class StepModel:
 
     def schedule(self, micro_batches: int, *, record: bool = False) -> Report:
         """Return the simulated computations of ``micro_batches``, on all stages. ``record``: with when each ran."""
-        c = self.candidate
-        kind = "interleaved" if c.chunks > 1 else "1f1b"
-        return simulate(make_schedule(kind, c.pipe, micro_batches, chunks=c.chunks), self._times, record=record)
+        c, times = self.candidate, self._times
+        made = make_schedule(c.schedule, c.pipe, micro_batches, chunks=c.chunks, times=times)
+        return simulate(made, times, record=record)
 
     @cached_property
     def _times(self) -> Times:
@@ -138,8 +147,9 @@ class StepModel:
         forward = [count * block.forward + waits for count in blocks]
         backward = [count * block.backward + waits for count in blocks]
         forward[-1], backward[-1] = forward[-1] + head[0], backward[-1] + head[1]
-        half = [time / 2 for time in backward]
-        return Times.make(c.pipe, forward, half, half, self.boundary_seconds() / (2 * c.chunks))
+        weights = [min(times) for times in zip(forward, (time / 2 for time in backward), strict=True)]
+        inputs = [whole - part for whole, part in zip(backward, weights, strict=True)]
+        return Times.make(c.pipe, forward, inputs, weights, self.boundary_seconds() / (2 * c.chunks))
 
     # -- one block -----------------------------------------------------------------------------------------------
 
