@@ -40,7 +40,6 @@ from zerorun.checkpoint.directory import REPLACED, newest_first
 from zerorun.checkpoint.manifest import MANIFEST, read_manifest
 from zerorun.checkpoint.save import versions
 from zerorun.errors import CheckpointError, DamagedError
-from zerorun.optim.lr_schedules import build_formula
 from zerorun.zero.access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 _PR_SET_PDEATHSIG = 1
@@ -148,7 +147,6 @@ def _carry_out(order: Order) -> list[Ended]:
 
 def _import_what_comes_later() -> None:
     """Somebody else may not be allowed to read the folder that Python's packages are in."""
-    build_formula("WarmupLR", {"warmup_num_steps": 2})
     versions()
 
 

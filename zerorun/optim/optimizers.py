@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -127,7 +126,10 @@ def resolve_optimizer(type: str, params: dict[str, Any]) -> tuple[type[torch.opt
     """Return the class and its keywords, with DeepSpeed's names, defaults and extra parameters translated."""
     optimizer_class = _lookup(type)
     kwargs = {**_DEFAULTS.get(optimizer_class, {}), **params}
-    problems = list(_refused_params(params))
+    problems = []
+    if "max_grad_norm" in params:
+        reason, remedy = "clipping is not the optimizer's.", "Remove it and set the top-level gradient_clipping."
+        problems.append(ConfigProblem("optimizer.params.max_grad_norm", params["max_grad_norm"], reason, remedy))
     if optimizer_class is torch.optim.AdamW:
         optimizer_class, kwargs = _translate_adam(type, kwargs)
     if optimizer_class is torch.optim.Adafactor and "foreach" not in kwargs:
@@ -136,11 +138,10 @@ def resolve_optimizer(type: str, params: dict[str, Any]) -> tuple[type[torch.opt
         kwargs = _translate_adam8bit(type, kwargs)
     allowed = _keywords(optimizer_class)
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(optimizer_class))
-    reported = {problem.key.rsplit(".", 1)[1] for problem in problems}
     problems += [
         _unknown_param(optimizer_class, key, value, allowed)
         for key, value in kwargs.items()
-        if key not in allowed and key not in reported and not takes_all
+        if key not in allowed and key != "max_grad_norm" and not takes_all
     ]
     if problems:
         raise ConfigError(problems)
@@ -317,16 +318,6 @@ def _translate_adam8bit(name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     if "adamw" not in name.lower():
         kept["decoupled_weight_decay"] = kwargs.get("adam_w_mode", True)
     return kept
-
-
-def _refused_params(params: dict[str, Any]) -> Iterator[ConfigProblem]:
-    """Yield a problem for each parameter that DeepSpeed knows and that cannot be honoured here."""
-    for key, value in params.items():
-        if key == "max_grad_norm":
-            reason, remedy = "clipping is not the optimizer's.", "Remove it and set the top-level gradient_clipping."
-            yield ConfigProblem("optimizer.params.max_grad_norm", value, reason, remedy)
-        elif value == "auto":
-            yield ConfigProblem(f"optimizer.params.{key}", value, "'auto' was not resolved.", "Give a value.")
 
 
 _signature = cache(inspect.signature)
