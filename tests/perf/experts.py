@@ -4,7 +4,9 @@
 
 Each contender trains in processes of its own, in turns. "error" is the largest difference between its losses, the means
 over ranks, and those of one process with the whole batch. DeepSpeed is optional. Ranks of a host read each other's memory,
-so that stage 3 gathers for nothing; with ZERORUN_PEER_MEMORY=0 they send messages, as between hosts.
+so that stage 3 gathers for nothing; with ZERORUN_PEER_MEMORY=0 they send messages, as between hosts. "busiest" is how many
+times the mean the rank has to compute to which most rows go, over layers: all wait for it. With --balanced each expert gets
+as many rows, whatever the routers say (without DeepSpeed, whose routers are its own).
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def build_model(args: argparse.Namespace) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     torch.manual_seed(0)
-    return MixtralForCausalLM(
+    model = MixtralForCausalLM(
         MixtralConfig(
             vocab_size=VOCABULARY,
             hidden_size=args.width,
@@ -54,6 +56,18 @@ def build_model(args: argparse.Namespace) -> Any:
             max_position_embeddings=args.context,
         )
     )
+    if args.balanced:
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(chosen_evenly)
+    return model
+
+
+def chosen_evenly(router: Any, given: Any, made: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
+    """What a router returns, with rows that go to one expert after the other."""
+    import torch
+
+    logits, weights, index = made
+    return logits, weights, torch.arange(index.numel(), device=index.device).view(index.shape) % logits.shape[-1]
 
 
 def batches_of(args: argparse.Namespace) -> Any:
@@ -74,8 +88,8 @@ def config_of(stage: int, spread: int, args: argparse.Namespace) -> dict[str, An
     }
 
 
-def make_step(args: argparse.Namespace) -> Callable[[Any], Any]:
-    """A function that takes the tokens of one step, and returns the loss."""
+def make_step(args: argparse.Namespace) -> tuple[Callable[[Any], Any], Any]:
+    """(A function that takes the tokens of one step, and returns the loss; the engine of zerorun, if it is one)."""
     import torch
 
     model = build_model(args)
@@ -90,7 +104,7 @@ def make_step(args: argparse.Namespace) -> Callable[[Any], Any]:
             optimizer.zero_grad()
             return loss.detach()
 
-        return plain
+        return plain, None
     config = config_of(*CONTENDERS[args.worker], args)
     if args.worker.startswith("zerorun"):
         import zerorun
@@ -109,7 +123,16 @@ def make_step(args: argparse.Namespace) -> Callable[[Any], Any]:
         engine.step()
         return loss.detach()
 
-    return step
+    return step, engine if args.worker.startswith("zerorun") else None
+
+
+def busiest(engine: Any, spread: int) -> float:
+    """Of the step that is over: the rows of the rank with most, times the mean, over layers."""
+    most = []
+    for rows in engine.expert_load().values():
+        local = len(rows) // spread
+        most.append(max(sum(rows[at : at + local]) for at in range(0, len(rows), local)) * spread / sum(rows))
+    return statistics.mean(most)
 
 
 def work(args: argparse.Namespace) -> None:
@@ -118,8 +141,9 @@ def work(args: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    step, alone = make_step(args), args.worker == "one process"
-    times, losses = [], []
+    (step, engine), alone = make_step(args), args.worker == "one process"
+    spread = 1 if engine is None else CONTENDERS[args.worker][1]
+    times, losses, busy = [], [], []
     for index, batch in enumerate(batches_of(args)):
         ids = batch.flatten(0, 1) if alone else batch[dist.get_rank()]
         if not alone:
@@ -128,13 +152,14 @@ def work(args: argparse.Namespace) -> None:
         loss = step(ids)
         if index >= args.warmup:
             times.append(time.perf_counter() - begun)
+            busy.append(busiest(engine, spread) if spread > 1 else 1.0)
         if not alone:
             dist.all_reduce(loss)
         losses.append(float(loss) / (1 if alone else args.ranks))
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if alone or dist.get_rank() == 0:
-        found = {"step_s": statistics.median(times), "peak_mb": peak_mb, "losses": losses}
-        Path(args.result).write_text(json.dumps(found))
+        found = {"step_s": statistics.median(times), "busiest": statistics.mean(busy), "peak_mb": peak_mb}
+        Path(args.result).write_text(json.dumps({**found, "losses": losses}))
     if not alone:
         dist.barrier()
     os._exit(0)  # some peers abort while the interpreter ends
@@ -149,6 +174,7 @@ def run(name: str, args: argparse.Namespace) -> dict[str, Any] | None:
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
         command = [sys.executable, *([] if name == "one process" else start), __file__, "--worker", name]
         command += ["--result", result.name, *(word for key in OPTIONS for word in (f"--{key}", str(getattr(args, key))))]
+        command += ["--balanced"] if args.balanced else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         text = Path(result.name).read_text()
@@ -164,6 +190,7 @@ def main() -> None:
     for key in OPTIONS:
         parser.add_argument(f"--{key}", type=int, default=defaults[key])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--balanced", action="store_true", help="each expert gets as many rows")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--result", help=argparse.SUPPRESS)
@@ -172,22 +199,25 @@ def main() -> None:
         work(args)
         return
     true = run("one process", args)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    names = [name for name in CONTENDERS if not (args.balanced and "deepspeed" in name)]
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for _ in range(args.rounds):
-        for name in CONTENDERS:
+        for name in found:
             result = run(name, args)
             if result is not None:
                 found[name].append(result)
     rows = {}
     for name, results in found.items():
         if results and true is not None:
-            row = {key: statistics.median(result[key] for result in results) for key in ("step_s", "peak_mb")}
+            row = {key: statistics.median(result[key] for result in results) for key in ("step_s", "busiest", "peak_mb")}
             error = max(abs(a - b) for result in results for a, b in zip(result["losses"], true["losses"], strict=True))
             rows[name] = {**row, "error": error}
     base, load = rows["zerorun-3"]["step_s"], os.getloadavg()[0]
-    print("| contender | step, s | against zerorun-3 | peak, MB | error of losses |\n|---|---:|---:|---:|---:|")
+    print("| contender | step, s | against zerorun-3 | busiest | peak, MB | error of losses |")
+    print("|---|---:|---:|---:|---:|---:|")
     for name, row in rows.items():
-        print(f"| {name} | {row['step_s']:.3f} | {row['step_s'] / base:.2f} | {row['peak_mb']:.0f} | {row['error']:.1e} |")
+        times = f"{row['step_s']:.3f} | {row['step_s'] / base:.2f} | {row['busiest']:.2f}"
+        print(f"| {name} | {times} | {row['peak_mb']:.0f} | {row['error']:.1e} |")
     print(f"load of the machine at the end: {load:.1f} on {os.cpu_count()} cores")
     if args.json is not None:
         told = {"command": " ".join(["python", *sys.argv]), "load": load, "versions": versions(), **rows}
