@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import zerorun
-from zerorun.log import command_parser
 
 VERIFY = "verify"  # the script that zerorun has: module:function --config FILE
 _LAUNCHERS = ("local", "ssh", "slurm", "pdsh", "openmpi")
@@ -24,11 +23,14 @@ ended well; 2 if nothing was started.
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = command_parser(
-        "zerorun",
-        "Start one worker per device, on this machine or on many hosts, and see them through.",
-        _EPILOG,
+    # As zerorun.log's command_parser() makes one, whose module loads logging: an eighth of what --help takes.
+    parser = argparse.ArgumentParser(
+        prog="zerorun",
         usage="zerorun [options] script.py [script args...]",
+        description="Start one worker per device, on this machine or on many hosts, and see them through.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     add = partial(_add, parser)
     _add_worker_options(add)

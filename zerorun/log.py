@@ -58,11 +58,10 @@ def warn_once(message: str) -> None:
 # -- commands ----------------------------------------------------------------------------------------------------
 
 
-def command_parser(program: str, description: str, epilog: str, usage: str | None = None) -> argparse.ArgumentParser:
+def command_parser(program: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """Return a parser without arguments, which prints ``epilog`` as it is and takes options by their whole names."""
     return argparse.ArgumentParser(
         prog=program,
-        usage=usage,
         description=description,
         epilog=epilog,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -1176,6 +1176,14 @@ MUTANTS = (
         ("tests/ranks/test_plan.py", "-k", "8-2"),
     ),
     Mutant(
+        "weights-packed-anew",
+        "stale",
+        "zerorun/plan/weights.py",
+        "        if getattr(layer, _REPACKS, False) and weight is not None and is_packed(weight):",
+        "        if getattr(layer, _REPACKS, False) and weight is not None and not is_packed(weight):",
+        ("tests/ranks/test_quantised_weights.py::test_no_layer_repacks_its_weight_for_the_cpu",),
+    ),
+    Mutant(
         "shard-without-elements",
         "stale",
         "zerorun/distributed/transport/open_shards.py",

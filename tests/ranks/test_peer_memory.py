@@ -24,9 +24,9 @@ from reference import Result, differences, train_reference
 from training import make_config, make_engine, run_steps, train
 
 from zerorun.distributed.transport import peer_memory
-from zerorun.distributed.transport.communicator import Channels
 from zerorun.distributed.transport.connect import connect_axis
 from zerorun.distributed.transport.peer_memory import PeerMemory, PeerMemoryError
+from zerorun.distributed.transport.same_host import SameHost
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan import make
 
@@ -234,11 +234,11 @@ def train_unpacked(model: str, config: dict[str, Any]) -> tuple[Result, bool]:
     make.LARGE_NUMEL, usual = 0, make.LARGE_NUMEL
     try:
         seen = []
-        real = Channels.sum_parts
-        Channels.sum_parts = lambda self, *a, **k: seen.append(1) or real(self, *a, **k)  # type: ignore
+        real = SameHost.sum_parts
+        SameHost.sum_parts = lambda self, *a, **k: seen.append(1) or real(self, *a, **k)  # type: ignore
         return train(CASES[model], config, STEPS), bool(seen)
     finally:
-        make.LARGE_NUMEL, Channels.sum_parts = usual, real  # type: ignore[method-assign]
+        make.LARGE_NUMEL, SameHost.sum_parts = usual, real  # type: ignore[method-assign]
 
 
 @pytest.mark.each_value

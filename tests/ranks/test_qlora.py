@@ -177,6 +177,8 @@ def test_deepspeed_7096_peft_2833_bnb_1709_what_is_divided_as_it_is_loaded_train
     held = [found["packed"][0] for found in ranks]
     assert max(held) <= 1.01 * sum(held) / len(held)
     model = peft.PeftModel.from_pretrained(load(str(tmp_path), kind, inside=False), str(tmp_path / "adapter"))
+    for layer in model.modules():  # bitsandbytes repacks for some CPUs, in blocks of more columns than there are
+        layer.support_avx512bf16_for_cpu = False
     with torch.no_grad():
         ids = torch.randint(64, (2, 9), generator=torch.Generator().manual_seed(30))
         assert model(input_ids=ids, labels=ids).loss.item() == pytest.approx(ranks[0]["losses"][3], rel=1e-5)

@@ -269,6 +269,27 @@ def test_a_layer_that_repacks_its_weight_is_an_error_at_once(stage: int) -> None
     assert "support_avx512bf16_for_cpu = False" in run_ranks(2, evaluate_repacking, stage)[0]
 
 
+def evaluate_where_layers_would_repack(stage: int) -> list[float]:
+    """(the loss in evaluation, of layers that never repack, and of those that would on this CPU)."""
+    losses = []
+    for repacks in (False, True):
+        module = build("nf4 in uint8")
+        for block in module.blocks:
+            block.qkv.base.support_avx512bf16_for_cpu = repacks
+        engine = zerorun.initialize(module, make_config(stage), topology=shared_topology())
+        engine.eval()
+        with torch.no_grad():
+            losses += [float(case("nf4 in uint8").loss(engine, Place())) for _ in range(2)]
+        engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_no_layer_repacks_its_weight_for_the_cpu(stage: int) -> None:
+    """bitsandbytes would, once and for all, in the first evaluation on a CPU with instructions for bf16."""
+    assert len(set(run_ranks(2, evaluate_where_layers_would_repack, stage)[0])) == 1
+
+
 def ledgers(kind: str) -> list[tuple[int, int, int]]:
     """(parameters in the ledger, estimated, both without scales, bytes of the packed ones) at stages 0 and 3."""
     found = []

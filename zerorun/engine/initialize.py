@@ -52,6 +52,7 @@ from ..plan.weights import (
     follow_memory,
     followers,
     inner_tensors,
+    keep_packing,
     packed_buffers,
     refuse_elsewhere,
     sums_of_scales,
@@ -455,6 +456,7 @@ def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) 
     for module in guarded:
         yield guard_state_dict(module, sharded_model.runtime, is_part=is_part)
     yield adopt_loaded_weights(model, sharded_model)
+    keep_packing(model)
     for layer in followers(model):
         follow_memory(layer)
         yield layer.register_forward_pre_hook(follow_memory)

@@ -28,11 +28,14 @@ from ..errors import ModelError
 
 PLAIN, PACKED, APART = "plain", "packed", "apart"
 
+# What a layer of bitsandbytes has that would pack its frozen weight anew, once and for all, when it evaluates: it is true
+# on CPUs with instructions for bf16.
+_REPACKS = "support_avx512bf16_for_cpu"
 # Classes of packed weights -> what to tell the user if a layer replaces its weight by another tensor.
 _PACKED = {
     "bitsandbytes.nn.modules.Params4bit": (
         "on some CPUs layers of bitsandbytes repack their weights when they evaluate, unless each Linear4bit has "
-        "support_avx512bf16_for_cpu = False"
+        f"{_REPACKS} = False, as initialize() sets it"
     ),
     "bitsandbytes.nn.modules.Int8Params": (
         "a Linear8bitLt quantises its weight anew if its state was reset, as by state.reset_grads()"
@@ -207,6 +210,14 @@ def followers(model: nn.Module) -> list[nn.Module]:
 def own_weight(layer: nn.Module) -> nn.Parameter | None:
     """The parameter ``weight`` of ``layer``. An attribute that is computed is None, and is not: that may change a state."""
     return layer._parameters.get("weight")
+
+
+def keep_packing(model: nn.Module) -> None:
+    """Let no layer of ``model`` pack its frozen weight anew: its bytes are divided and saved as they are."""
+    for layer in model.modules():
+        weight = own_weight(layer)
+        if getattr(layer, _REPACKS, False) and weight is not None and is_packed(weight):
+            setattr(layer, _REPACKS, False)
 
 
 def follow_memory(layer: nn.Module, *unused: object) -> None:
