@@ -1,10 +1,16 @@
 """Applies the planted bugs of table.py, one at a time, to a copy of the tree, and runs the tests that shall catch each.
 
-    python tests/mutants/run.py [NAME ...] [--kind KIND] [--whole] [--limit SECONDS]
+    python tests/mutants/run.py [NAME ...] [--kind KIND] [--whole] [--limit SECONDS] [--results FILE]
 
 The copy has the tracked files as they are now, and an environment of its own, in which child processes find it before any
-other zerorun. The tests are run on the unchanged copy first, where they must pass. Exit status: 0 if every bug was caught,
-1 if one survived, 2 if nothing could be told. Nothing stays behind: no process, no file, no library in the user's cache.
+other zerorun. Rows whose tests are in the same files are taken together, some 25 at a time. Their tests are run on the
+unchanged copy first, where they must pass; otherwise these rows are not tried. Each must be one that the default run runs.
+
+With --results, what was told of each row is added to FILE. A run that was interrupted goes on from there, as long as no
+file of the tree has changed.
+
+Exit status: 0 if every bug was caught, 1 if one survived, 2 if some could not be tried. Nothing else stays behind: no
+process, no file, no library in the user's cache.
 """
 
 from __future__ import annotations
@@ -12,6 +18,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import hashlib
+import json
 import os
 import re
 import select
@@ -22,16 +30,19 @@ import sys
 import tempfile
 import time
 import venv
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from table import MUTANTS, Mutant
+from table import KINDS, MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 240.0  # for the tests of one bug; what takes longer hangs
-BASELINE_S = 1800.0
+BASELINE_S = 1800.0  # for the tests of one chunk, without any bug
+CHUNK = 25  # rows
 WHOLE_S = 7200.0
+_WIDTH = max(len(mutant.name) for mutant in MUTANTS)
 _END_S = 20.0  # for pytest to take down what it has started, before it is killed
 _PR_SET_CHILD_SUBREAPER = 36
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.*?)(?: - .*)?$", re.MULTILINE)
@@ -195,6 +206,17 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def check_day(copy: Copy, mutants: Iterable[Mutant]) -> None:
+    """Raise Unusable for tests that are not of the default run: pytest runs any row of a matrix that is asked for."""
+    named = {test: mutant.name for mutant in mutants for test in mutant.tests if ".py" in test}
+    collected = run_tests(copy, ["--collect-only", *sorted({test.split("::")[0] for test in named})], BASELINE_S)
+    by_day: set[str] = set()
+    for test in collected.output.splitlines():
+        by_day |= {test, test.split("[")[0], test.split("::")[0]}
+    if missing := [f"{name}: {test}" for test, name in named.items() if test not in by_day]:
+        raise Unusable("\n".join(["these tests are not of the default run:", *missing, collected.output[-2000:]]))
+
+
 def check_baseline(copy: Copy, mutants: Iterable[Mutant]) -> None:
     """Raise Unusable unless the tests pass without any bug. Those that are picked by -k are run by themselves."""
     named: list[str] = []
@@ -210,7 +232,7 @@ def check_baseline(copy: Copy, mutants: Iterable[Mutant]) -> None:
             raise Unusable(f"these tests do not pass without any bug: {' '.join(tests)}\n{outcome.output[-4000:]}")
 
 
-# -- the command ---------------------------------------------------------------------------------------------------
+# -- the table -----------------------------------------------------------------------------------------------------
 
 
 def chosen(names: Sequence[str], kind: str | None) -> list[Mutant]:
@@ -224,29 +246,118 @@ def chosen(names: Sequence[str], kind: str | None) -> list[Mutant]:
     return found
 
 
-def run(mutants: Sequence[Mutant], *, whole: bool, limit_s: float) -> int:
+def chunks(mutants: Iterable[Mutant]) -> list[list[Mutant]]:
+    """``mutants`` by the file of their first test: those of one file are in one chunk, with others up to CHUNK."""
+    by_file: dict[str, list[Mutant]] = {}
+    for mutant in mutants:
+        by_file.setdefault(mutant.tests[0].split("::")[0], []).append(mutant)
+    found: list[list[Mutant]] = []
+    for _, rows in sorted(by_file.items()):
+        if found and len(found[-1]) + len(rows) <= CHUNK:
+            found[-1] += rows
+        else:
+            found.append(rows)
+    return found
+
+
+def summary(caught: dict[Mutant, bool]) -> str:
+    """How many bugs of each folder and kind were caught, and of how many if not of all."""
+    cells: Counter[tuple[str, str]] = Counter()
+    survived: Counter[tuple[str, str]] = Counter()
+    for mutant, is_caught in caught.items():
+        for folder in (str(Path(mutant.file).parent), "all"):
+            for kind in (mutant.kind, "all"):
+                cells[folder, kind] += 1
+                survived[folder, kind] += not is_caught
+    folders = [*sorted({folder for folder, _ in cells} - {"all"}), "all"]
+    kinds = [kind for kind in (*KINDS, "all") if any((folder, kind) in cells for folder in folders)]
+    lines = [["folder", *kinds]]
+    for folder in folders:
+        line = [folder]
+        for kind in kinds:
+            tried, missed = cells[folder, kind], survived[folder, kind]
+            line.append(f"{tried - missed}/{tried}" if missed else str(tried or "."))
+        lines.append(line)
+    first, *others = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rows = ([cell.rjust(width) for cell, width in zip(line[1:], others, strict=True)] for line in lines)
+    return "\n".join("  ".join([line[0].ljust(first), *row]) for line, row in zip(lines, rows, strict=True))
+
+
+class Results:
+    """What was told of each row of the tree as it is, in a file from which a later run goes on."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._tree = self._digest() if path else ""
+        self.caught: dict[str, bool] = {}
+        for line in path.read_text().splitlines() if path and path.exists() else ():
+            told = json.loads(line)
+            if told["tree"] == self._tree:
+                self.caught[told["name"]] = told["caught"]
+
+    def add(self, mutant: Mutant, outcome: Outcome) -> None:
+        self.caught[mutant.name] = outcome.caught
+        if self._path:
+            told = {"name": mutant.name, "caught": outcome.caught, "how": outcome.how, "seconds": round(outcome.seconds, 1)}
+            with self._path.open("a") as file:
+                file.write(json.dumps(told | {"tree": self._tree}) + "\n")
+
+    @staticmethod
+    def _digest() -> str:
+        """Of all files that are copied."""
+        digest = hashlib.sha256()
+        for name in tracked(ROOT):
+            digest.update(f"{name} {hashlib.sha256((ROOT / name).read_bytes()).hexdigest()}\n".encode())
+        return digest.hexdigest()
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+def run(mutants: Sequence[Mutant], results: Results, *, whole: bool, limit_s: float) -> int:
     """Run ``mutants`` and print the table. Returns the exit status."""
     for mutant in mutants:
         mutant.applied((ROOT / mutant.file).read_text())  # raises what is wrong with the row, before anything is copied
+    begun = time.monotonic()
+    left = [mutant for mutant in mutants if mutant.name not in results.caught]
+    if len(left) < len(mutants):
+        print(f"{len(mutants) - len(left)} of {len(mutants)} rows were tried before", flush=True)
     with tempfile.TemporaryDirectory(prefix="m-", ignore_cleanup_errors=True) as folder:
         copy = make_copy(Path(folder).resolve())
-        begun = time.monotonic()
         if whole:
             print("the whole default run is taken for each; it is not run without a bug first", flush=True)
-        else:
+        elif left:
+            check_day(copy, left)
+        for rows in chunks(left):
+            try_rows(copy, rows, results, whole=whole, limit_s=limit_s)
+    caught = {mutant: results.caught[mutant.name] for mutant in mutants if mutant.name in results.caught}
+    survived = [mutant.name for mutant, is_caught in caught.items() if not is_caught]
+    not_tried = [mutant.name for mutant in mutants if mutant.name not in results.caught]
+    print(summary(caught))
+    print(f"{len(caught) - len(survived)} of {len(mutants)} caught in {time.monotonic() - begun:.0f} s")
+    for names, what in ((survived, "not caught"), (not_tried, "not tried")):
+        if names:
+            print(f"{what}: {' '.join(names)}")
+    return 1 if survived else 2 if not_tried else 0
+
+
+def try_rows(copy: Copy, mutants: Sequence[Mutant], results: Results, *, whole: bool, limit_s: float) -> None:
+    """Run the tests of ``mutants`` without and with the bugs, and add what is told. Nothing is if they fail without."""
+    begun = time.monotonic()
+    if not whole:
+        try:
             check_baseline(copy, mutants)
-            print(f"the unchanged copy passes in {time.monotonic() - begun:.0f} s", flush=True)
-        width = max(len(mutant.name) for mutant in mutants)
-        survived = 0
-        for mutant in mutants:
-            with copy.changed(mutant):
-                outcome = run_tests(copy, () if whole else mutant.tests, WHOLE_S if whole else limit_s)
-            survived += not outcome.caught
-            print(f"{mutant.name:{width}}  {mutant.kind:9}  {outcome.seconds:6.1f} s  {outcome.how}", flush=True)
-            if outcome.status not in (None, 0, 1):
-                print(outcome.output[-2000:], flush=True)
-        print(f"{len(mutants) - survived} of {len(mutants)} caught in {time.monotonic() - begun:.0f} s")
-    return 1 if survived else 0
+        except Unusable as error:
+            print(error, flush=True)
+            return
+        print(f"the unchanged copy passes the tests of {len(mutants)} rows in {time.monotonic() - begun:.0f} s", flush=True)
+    for mutant in mutants:
+        with copy.changed(mutant):
+            outcome = run_tests(copy, () if whole else mutant.tests, WHOLE_S if whole else limit_s)
+        results.add(mutant, outcome)
+        print(f"{mutant.name:{_WIDTH}}  {mutant.kind:9}  {outcome.seconds:6.1f} s  {outcome.how}", flush=True)
+        if outcome.status not in (None, 0, 1):
+            print(outcome.output[-2000:], flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -255,12 +366,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", help="only rows of this kind")
     parser.add_argument("--whole", action="store_true", help="run the whole default run, not only the tests of the row")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="after which tests hang")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="to add what is told to, and to go on from")
     args = parser.parse_args(argv)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # so that everything is put away
     adopt_orphans()
     try:
-        return run(chosen(args.names, args.kind), whole=args.whole, limit_s=args.limit)
+        return run(chosen(args.names, args.kind), Results(args.results), whole=args.whole, limit_s=args.limit)
     except (Unusable, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
