@@ -2282,6 +2282,14 @@ MUTANTS = (
         ("tests/ranks/test_memory_copies.py::test_what_comes_is_compared",),
     ),
     Mutant(
+        "copies-of-another-engine",
+        "stale",
+        "zerorun/checkpoint/memory_copies.py",
+        "        return cls(subject, run, Path(place, str(next(engine_numbers))), every_steps)",
+        '        return cls(subject, run, Path(place, "0"), every_steps)',
+        ("tests/ranks/test_memory_copies.py::test_engines_of_one_job_do_not_take_each_other_s_copies",),
+    ),
+    Mutant(
         "a-partner-on-the-same-host",
         "rank",
         "zerorun/checkpoint/memory_copies.py",

@@ -6,6 +6,7 @@ Ranks of one machine stand for hosts: each has a folder of its own, as the super
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 from pathlib import Path
@@ -20,6 +21,7 @@ from harness import run_ranks
 from torch import nn
 
 import zerorun
+from zerorun.checkpoint import memory_copies
 from zerorun.checkpoint.kept_parts import BLOCK_BYTES, records_in
 from zerorun.checkpoint.memory_copies import MemoryCopies, partners
 from zerorun.errors import DoesNotFitError
@@ -50,8 +52,9 @@ def model_of(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 37), nn.Dropout(0.1), nn.ReLU(), nn.Linear(37, width))
 
 
-def make(folder: Path, stage: int, seed: int, width: int = WIDTH, **checkpoint: Any) -> zerorun.Engine:
-    """An engine of a rank whose host keeps copies in ``folder``."""
+def make(folder: Path, stage: int, seed: int, width: int = WIDTH, number: int = 0, **checkpoint: Any) -> zerorun.Engine:
+    """The engine ``number`` of a start, on a rank whose host keeps copies in ``folder``."""
+    memory_copies.engine_numbers = itertools.count(number)
     rank = own_rank()
     own = folder / f"host{rank}"
     own.mkdir(parents=True, exist_ok=True)
@@ -88,7 +91,7 @@ def digest(engine: zerorun.Engine) -> str:
 def kept(folder: str) -> dict[int, list[int]]:
     """Rank -> steps of what there is of it on this rank's host."""
     found: dict[int, list[int]] = {}
-    for _, record in records_in(Path(folder) / f"host{own_rank()}"):
+    for _, record in records_in(Path(folder) / f"host{own_rank()}" / "0"):
         found.setdefault(record.rank, []).append(record.step)
     return {rank: sorted(steps) for rank, steps in sorted(found.items())}
 
@@ -118,6 +121,32 @@ def interrupted(folder: str, stage: int, lost: int) -> None:
 @pytest.mark.parametrize("stage", by_day((0, 1, 2, 3), 0, 3))
 def test_goes_on_bit_for_bit(stage: int, lost: int, tmp_path: Path) -> None:
     run_ranks(3, interrupted, str(tmp_path), stage, lost)
+
+
+def of_two_engines(folder: str) -> None:
+    """Two that train in turns, of one shape, and one after them: the next start has each of the two as it was."""
+    engines = [make(Path(folder), 3, seed=number, number=number) for number in range(2)]
+    train(engines[0], 3)
+    train(engines[1], 2)
+    train(engines[0], 1)
+    expected = []
+    for engine in engines:
+        expected.append((engine.global_steps, digest(engine)))
+        engine.destroy()
+    third = make(Path(folder), 3, seed=7, number=2)
+    assert third.global_steps == 0
+    third.destroy()
+    found = []
+    for number in range(2):
+        engine = make(Path(folder), 3, seed=99, number=number)
+        found.append((engine.global_steps, digest(engine)))
+        engine.destroy()
+    assert found == expected
+    assert [steps for steps, _ in found] == [4, 2]
+
+
+def test_engines_of_one_job_do_not_take_each_other_s_copies(tmp_path: Path) -> None:
+    run_ranks(2, of_two_engines, str(tmp_path))
 
 
 def failing(folder: str, point: str) -> dict[int, list[int]]:
@@ -222,7 +251,7 @@ def measured_copies(folder: str) -> int:
     engine = make(Path(folder), 3, seed=3, width=4096)
     train(engine, 2, width=4096)
     engine.destroy()
-    return sum(path.stat().st_size for path in Path(folder).glob(f"host{own_rank()}/*.parts"))
+    return sum(path.stat().st_size for path in Path(folder).glob(f"host{own_rank()}/*/*.parts"))
 
 
 def test_the_estimate_knows_the_bytes(tmp_path: Path) -> None:
@@ -274,7 +303,7 @@ def damaged_in_memory(folder: str, hosts: int) -> tuple[int, bool]:
     assert engine.memory_copies is not None
     engine.memory_copies.settle()
     expected = digest(engine)
-    for path, record in records_in(Path(folder) / f"host{own_rank()}"):
+    for path, record in records_in(Path(folder) / f"host{own_rank()}" / "0"):
         if record.step == 3 and record.rank == 1 and own_rank() > 1 - hosts:
             changed = bytearray(path.read_bytes())
             changed[0] ^= 1
@@ -296,12 +325,13 @@ def test_parts_that_are_damaged_on_one_host_come_from_the_other(
 
 def ten_steps(folder: str) -> int:
     """A start after ten steps, where the host of rank 0 still has the copy of step 9."""
-    engine, host = make(Path(folder), 3, seed=3), Path(folder) / "host0"
+    engine, host = make(Path(folder), 3, seed=3), Path(folder) / "host0" / "0"
     train(engine, 9)
     assert engine.memory_copies is not None
     engine.memory_copies.settle()
     if own_rank() == 0:
         old = {path.name: path.read_bytes() for path, record in records_in(host) if record.step == 9}
+        assert old
         old |= {f"{Path(name).stem}.record": (host / f"{Path(name).stem}.record").read_bytes() for name in old}
     train(engine, 1)
     engine.destroy()

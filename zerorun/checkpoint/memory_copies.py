@@ -10,10 +10,15 @@ whichever host has it undamaged. Of frozen parameters, which do not change, ther
 The parts of step s are copied at its end, and sent behind the forward and the backward of step s + 1, whose update begins
 when all ranks have said that theirs are checked. So when s + 1 is finished, s is whole on two hosts; whatever fails then,
 at most one finished step is repeated. Each rank has two files, and writes the one that has not the newest whole copy.
+
+[Note: several engines]
+A job may have several engines, at a time or one after the other, and none may take the copies of another for its own. What
+tells them apart for the next start is the order in which the script makes them: each has a folder of its number.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import threading
@@ -49,12 +54,14 @@ from .load import Wanted
 from .ranks import Problem, Ranks, attempt
 from .save import Captured, frozen_sums, merge_facts, now, plan_together
 
+engine_numbers = itertools.count()  # see [Note: several engines]
+
 _Version = tuple[int, str]
 _Found = dict[int, tuple[Path, PartsRecord]]  # by the rank that has kept it
 
 
 class MemoryCopies:
-    """Those of one engine. All methods but ``due`` are collective. ``place``: the folder of this host."""
+    """Those of one engine. All methods but ``due`` are collective. ``place``: its folder on this host."""
 
     def __init__(self, subject: Subject, run: Any, place: Path, every_steps: int) -> None:
         self.checkpointer = Checkpointer(subject, run)
@@ -77,7 +84,9 @@ class MemoryCopies:
         place = os.environ.get(VARIABLE)
         if every_steps and place is None:
             warn_once("checkpoint.in_memory has no effect: only `zerorun --max-restarts` keeps copies for another start.")
-        return cls(subject, run, Path(place), every_steps) if every_steps and place is not None else None
+        if not every_steps or place is None:
+            return None
+        return cls(subject, run, Path(place, str(next(engine_numbers))), every_steps)
 
     def due(self, global_steps: int) -> bool:
         """True if a copy is to be made after this many steps."""
@@ -136,6 +145,7 @@ class MemoryCopies:
         record_of(path).unlink(missing_ok=True)
         if (self._slot, rank) not in self._memory:
             path.unlink(missing_ok=True)
+            self._place.mkdir(mode=0o700, exist_ok=True)
             made = self._memory[self._slot, rank] = make_room(path, nbytes)
             if pinned:
                 pin(made)
