@@ -1,0 +1,194 @@
+"""Supervisors of ranks that torchrun or srun has started: which ranks start them, and what they see and end.
+
+Programs that know nothing of PyTorch write on their boards as engines do. Two hosts are two jobs of this one that have a
+store in common. Real launchers and hosts are tried by night, in tests/e2e/test_hangs.py and tests/cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import patience
+
+from zerorun.watch import board, sidecars
+
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77", "SLURM_NNODES": "3"}
+
+
+class Store(dict[str, bytes]):
+    """The store at which ranks meet, for those that come in the right order."""
+
+    def set(self, key: str, value: str) -> None:
+        self[key] = value.encode()
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key]
+
+
+def torchrun(rank: int) -> dict[str, str]:
+    return {**TORCHRUN, "RANK": str(rank), "LOCAL_RANK": str(rank % 2)}
+
+
+def srun(rank: int) -> dict[str, str]:
+    return {**SRUN, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank % 2)}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The orders of the supervisors that are to be started."""
+    orders: list[dict[str, Any]] = []
+
+    def take(order: dict[str, Any], *files: int) -> None:
+        if files:  # what the supervisor is given is closed here
+            port = socket.socket(fileno=os.dup(files[0]))
+            assert port.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            order = {**order, "listens": port.getsockname()[1]}
+            port.close()
+        orders.append(order)
+
+    monkeypatch.setattr(sidecars, "_start", take)
+    return orders
+
+
+def be(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "TORCHELASTIC_")) or "RANK" in name]:
+        monkeypatch.delenv(name)
+    for name in {*TORCHRUN, *environment}:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize("launcher", [torchrun, srun])
+def test_the_first_ranks_of_hosts_start_them(launcher: Any, started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks on two hosts: that of rank 0 listens, and rank 2 is told where, and the secret. Others start none."""
+    store = Store()
+    for rank in range(4):
+        environment = launcher(rank)
+        assert sidecars.started_by_another(environment) and sidecars.rank_in(environment) == rank
+        be(monkeypatch, environment)
+        sidecars.begin_together(store, "10.1.2.3")
+    first, second = started
+    assert first.keys() == {"world_size", "listener", "secret", "listens"} and first["world_size"] == 4
+    assert second == {"world_size": 4, "address": "10.1.2.3", "port": first["listens"], "secret": first["secret"]}
+    assert len(first["secret"]) == 64
+    assert first["secret"] not in json.dumps(list(store))
+
+
+def test_each_round_has_a_place_of_its_own_in_the_store(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun's store outlives a restart: what it says of the round before leads nowhere."""
+    store = Store()
+    for count in ("0", "1"):
+        for rank in (0, 2):
+            be(monkeypatch, {**torchrun(rank), "TORCHELASTIC_RESTART_COUNT": count})
+            sidecars.begin_together(store, "10.1.2.3")
+    assert len({order["secret"] for order in started}) == 2
+    assert all(guest["secret"] == host["secret"] for host, guest in (started[:2], started[2:]))
+
+
+def test_where_nobody_can_listen_nobody_waits(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other hosts learn of it, whether rank 0 cannot, or is watched by somebody else already."""
+
+    def cannot() -> socket.socket:
+        raise OSError
+
+    monkeypatch.setattr(sidecars, "_listener", cannot)
+    monkeypatch.setattr(board, "_supervised", [])
+    for begin in (sidecars.begin_together, board.watch_other_hosts):
+        store = Store()
+        be(monkeypatch, torchrun(0))
+        begin(store, "here")
+        be(monkeypatch, torchrun(2))
+        sidecars.begin_together(store, "here")
+    assert started == []
+
+
+def test_jobs_on_one_host(started: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in (0, 1):
+        be(monkeypatch, torchrun(rank))
+        sidecars.begin_alone()
+    assert started == [{"world_size": 4}]
+
+
+@pytest.mark.parametrize(
+    ("environment", "by_another", "here"),
+    [
+        (torchrun(1), True, False),
+        ({**torchrun(1), "LOCAL_WORLD_SIZE": "4"}, True, True),
+        ({**torchrun(0), "WORLD_SIZE": "1"}, False, False),
+        ({name: value for name, value in torchrun(1).items() if name != "LOCAL_WORLD_SIZE"}, False, False),
+        (srun(1), True, False),
+        ({**srun(1), "SLURM_STEP_NUM_NODES": "1"}, True, True),  # a step on one of the three nodes of the job
+        ({**srun(1), "SLURM_NNODES": "1"}, True, True),
+        ({**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, False, False),
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, False, False),  # mpirun, or by hand
+        ({}, False, False),
+    ],
+)
+def test_who_has_started_a_rank_and_where(environment: dict[str, str], by_another: bool, here: bool) -> None:
+    assert sidecars.started_by_another(environment) == by_another
+    assert sidecars.is_on_one_host(environment) == here
+
+
+RANKS = """
+import os, sys, time
+from zerorun.watch.board import Phase, board, limit_waits, only, show_board, watch_other_hosts
+class Store:
+    def set(self, key, value):
+        open("value.new", "w").write(value)
+        os.rename("value.new", "value")
+    def get(self, key):
+        while not os.path.exists("value"):
+            time.sleep(0.02)
+        return open("value", "rb").read()
+def planted_bug():
+    time.sleep(100)
+show_board()
+watch_other_hosts(Store(), "127.0.0.1")
+limit_waits(1.0)
+board.enter(Phase.SCRIPT)
+for step in range(3):
+    board.end_batch(step + 1, step + 1, over=True)
+if os.environ["RANK"] == "0":
+    board.wait_begins("gather", only(1), 3)
+planted_bug()
+"""
+
+
+@pytest.mark.parametrize("hosts", (1, 2))
+def test_a_rank_that_stands_still_is_named_and_ended(tmp_path: Path, hosts: int) -> None:
+    """Of a job on one host that rank alone, since torchrun ends the others. Of several hosts all."""
+    (tmp_path / "train.py").write_text(RANKS)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    job = {**kept, **TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // hosts), "MASTER_PORT": f"{os.getpid()}"}
+    ranks = []
+    for rank in range(2):
+        name = f"{tmp_path.name}-{rank if hosts > 1 else 0}"  # by which a supervisor knows the ranks of its host
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % (2 // hosts)), "MASTER_ADDR": name}
+        command = [sys.executable, "train.py"]
+        ranks.append(subprocess.Popen(command, cwd=tmp_path, env={**job, **own}, stderr=subprocess.PIPE, text=True))
+    first, second = ranks
+    try:
+        assert second.wait(30 * patience()) == -9
+        if hosts > 1:
+            assert first.wait(10 * patience()) == -9
+        else:
+            time.sleep(0.5)
+            assert first.poll() is None
+    finally:
+        for process in ranks:
+            process.kill()
+        told = first.communicate()[1]  # also of the supervisor, which ends with the last rank
+        second.communicate()
+    where = f" on {socket.gethostname()}" if hosts > 1 else ""
+    assert f"zerorun: the job hangs: rank 1{where} does not move" in told, told
+    assert "in planted_bug" in told
