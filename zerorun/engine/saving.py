@@ -156,14 +156,16 @@ class Saving(Outcomes):
         """
         is_first = self.topology.rank == 0
         found = self.state_dict() if self.topology.pipe > 1 else full_state_dict(self.sharded_model, keep=is_first)
-        if not is_first:
-            return None
         if exclude_frozen_parameters:
-            frozen = {
-                name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad
-            }
-            return {name: value for name, value in found.items() if name not in frozen}
-        return found
+            frozen = self._frozen_names()
+            found = {name: value for name, value in found.items() if name not in frozen}
+        return found if is_first else None
+
+    def _frozen_names(self) -> set[str]:
+        """The names of all parameters that require no gradient. A stage of a pipeline knows its own, so ranks tell them."""
+        named = self.module.named_parameters(remove_duplicate=False)
+        own = [name for name, param in named if not param.requires_grad]
+        return {name for names in self.sharded_model.comm.control.values(own) for name in names}
 
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False

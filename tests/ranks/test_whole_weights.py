@@ -1,0 +1,85 @@
+"""Whole weights on one rank, as trainers ask for them, and in a file of torch.save."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from covering import by_day
+from harness import run_ranks
+from models import CASES
+from torch import nn
+from training import make_config, make_engine, run_steps
+
+import zerorun
+
+Weights = dict[str, torch.Tensor]
+GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
+
+
+def slowly(found: Any, path: Any, save: Any = torch.save) -> None:
+    time.sleep(0.3)
+    save(found, path)
+
+
+def in_one_place(stage: int, folder: Path) -> tuple[Weights, Weights | None, Weights | None, bool, Weights]:
+    """(``state_dict``, whole weights, those that are trained, whether it is said to be saved, what the file has then)."""
+    engine = make_engine(CASES["frozen"], make_config(stage, precision="bf16", zero_optimization=GATHERED))
+    run_steps(engine, CASES["frozen"], 1)
+    return asked_of(engine, folder)
+
+
+def in_stages(stage: int, folder: Path) -> tuple[Weights, Weights | None, Weights | None, bool, Weights]:
+    """The same of a pipeline; each stage has a frozen layer."""
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    for layer in layers[::2]:
+        layer.requires_grad_(False)
+    model = zerorun.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    config = make_config(stage, precision="bf16", zero_optimization=GATHERED, pipeline={"stages": 2})
+    return asked_of(zerorun.initialize(model, config), folder)
+
+
+def asked_of(engine: Any, folder: Path) -> tuple[Weights, Weights | None, Weights | None, bool, Weights]:
+    all_weights = engine.state_dict()
+    whole = engine.consolidated_state_dict()
+    trained = engine.consolidated_state_dict(exclude_frozen_parameters=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", slowly)
+        said = engine.save_16bit_model(folder / "new", exclude_frozen_parameters=True)
+    saved = torch.load(folder / "new" / "pytorch_model.bin")  # at once, on every rank
+    dist.barrier()
+    engine.destroy()
+    return all_weights, whole, trained, said, saved
+
+
+def check(found: list[Any], frozen: set[str]) -> None:
+    for rank, (all_weights, whole, trained, said, saved) in enumerate(found):
+        assert said
+        wanted = {name: value for name, value in all_weights.items() if name not in frozen}
+        assert frozen and wanted and frozen < all_weights.keys()
+        assert same(saved, wanted)
+        if rank:
+            assert whole is trained is None
+        else:
+            assert same(whole, all_weights) and same(trained, wanted)
+            assert all(value.dtype == torch.bfloat16 for value in whole.values() if value.is_floating_point())
+
+
+def same(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("stage", by_day((0, 1, 2, 3), 1, 3))
+def test_rank_0_has_them_and_the_file_is_there_for_all(stage: int, tmp_path: Path) -> None:
+    frozen = {name for name, param in CASES["frozen"].build().named_parameters() if not param.requires_grad}
+    check(run_ranks(2, in_one_place, stage, tmp_path), frozen)
+
+
+@pytest.mark.parametrize("stage", by_day((0, 1), 1))
+def test_those_of_all_stages_of_a_pipeline(stage: int, tmp_path: Path) -> None:
+    found = run_ranks(2, in_stages, stage, tmp_path)
+    check(found, {"0.weight", "0.bias", "2.weight", "2.bias"})
