@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from harness import patience
 from zerorun.launcher.failures import WorkerEnd, fails_again
 from zerorun.launcher.loop import dispatch
 from zerorun.launcher.remote import RemoteNode
-from zerorun.launcher.reserve import FIRST_S, HostPlaces, Returning
+from zerorun.launcher.reserve import ANSWER_S, FIRST_S, HostPlaces, Returning
 from zerorun.launcher.restarts import Attempt, Restarts
 from zerorun.watch.board import RankProgress
 
@@ -191,6 +192,27 @@ def test_lost_hosts_are_tried_until_they_are_back(tmp_path: Path) -> None:
     assert look(6.5 * FIRST_S) == [] and len(tried) == 6
     assert look(7 * FIRST_S) == [] and len(tried) == 8
     assert not selector.get_map()
+
+
+def test_a_host_that_does_not_answer_is_given_up_and_tried_again_each_minute_at_last() -> None:
+    selector, tried = selectors.DefaultSelector(), []
+
+    def connect(name: str) -> RemoteNode:
+        node = RemoteNode(name, selector, Deaf(), lambda _: None)  # type: ignore[arg-type]
+        node.open(["sleep", "100"])
+        tried.append(now)
+        return node
+
+    returning = Returning(connect, lambda node: [], dict)
+    now = 0.0
+    while len(tried) < 9:
+        assert returning.tick(now, ["deaf"]) == []
+        assert len(returning.nodes) <= 1
+        now += 1.0
+    pauses = [later - before - ANSWER_S for before, later in pairwise(tried)]
+    assert pauses == [2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+    returning.give_up(["deaf"])
+    assert not returning.nodes and not selector.get_map()
 
 
 AGENT = [sys.executable, "-m", "zerorun.launcher.agent"]
