@@ -81,7 +81,9 @@ def test_384_h100s_for_a_trillion_tokens() -> None:
     assert plan.as_json()["cost"] == pytest.approx(2 * plan.as_json()["days"] * 24 * 384)
     assert all(fits(one.memory, plan.cluster) for one in (plan.best, *plan.others))
     assert plan.best.step.seconds <= min(one.step.seconds for one in plan.others)
-    assert 0.95 < plan.goodput < 1
+    between, saved = 50_700 * 3600 / 384, plan.save_every
+    lost = between / saved * 10 + saved / 2 + 300  # saves, and after a failure half of what is between two and the restart
+    assert plan.goodput == pytest.approx(1 - lost / between)
     loaded = load_config(plan.config)
     assert loaded.zero_optimization.stage == plan.best.candidate.stage
     assert (
