@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -117,6 +117,73 @@ def test_ranks_that_are_told_to_end(folder: Path, uninterrupted: list[dict[int, 
             code, _, errors = rank.finish(90 * patience())
             assert code == EXIT_RESUME, errors
     saved_at_one_step_and_went_on(job, uninterrupted)
+
+
+TWO_ENGINES = """
+import json, os, sys, time
+from pathlib import Path
+import torch, zerorun
+from torch import nn
+torch.set_num_threads(1)
+folder, rank, engines = Path(sys.argv[1]), os.environ["RANK"], []
+for number in range(2):
+    section = {"dir": str(folder / f"engine{number}"), "auto_resume": True}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "checkpoint": section}
+    torch.manual_seed(number)
+    engines.append(zerorun.initialize(nn.Linear(8, 8), config))
+first, second = engines
+def step(engine):
+    torch.manual_seed(engine.global_steps)
+    other, batch = engines[1 - engines.index(engine)], torch.randn(2, 8)
+    with torch.no_grad():
+        target = other(batch)
+    engine.backward((engine(batch) + target).square().mean())
+    engine.step()
+    with (folder / f"steps-{rank}").open("a") as file:
+        file.write(f"{engines.index(engine)} {engine.global_steps}\\n")
+while second.global_steps < 6:
+    for inner in range(2):
+        step(first)
+        while inner == int(sys.argv[2]) and second.global_steps == 3 and (folder / "wait").exists():
+            (folder / f"waits-{rank}").write_text(str(os.getpid()))
+            time.sleep(0.01)
+    step(second)
+print(*(float(engine.state_dict()["weight"].double().sum()) for engine in engines))
+"""
+
+
+@pytest.mark.parametrize(("after", "passes"), [(0, 4), (1, 5)])
+def test_several_engines_are_saved_after_one_pass_of_the_loop(folder: Path, after: int, passes: int) -> None:
+    """One makes two steps in a pass, and the ranks are told after one of these. They save both after a pass, and go on.
+
+    Told after the last one, they learn of it when the other engine steps: then one more pass it is.
+    """
+    whole, told = folder / "whole", folder / "told"
+
+    def run(at: Path, meanwhile: Callable[[list[RunningScript]], None] = lambda ranks: None) -> list[tuple[int, str]]:
+        at.mkdir(exist_ok=True)
+        with start_ranks(RANKS, TWO_ENGINES, str(at), str(after)) as ranks:
+            meanwhile(ranks)
+            ends = [rank.finish(90 * patience()) for rank in ranks]
+        return [(code, out if code == 0 else errors) for code, out, errors in ends]
+
+    def tell(ranks: list[RunningScript]) -> None:
+        deadline = time.monotonic() + 60 * patience()
+        while len(list(told.glob("waits-*"))) < RANKS and time.monotonic() < deadline:
+            time.sleep(0.02)
+        os.kill(int((told / "waits-1").read_text()), signal.SIGTERM)
+        time.sleep(0.3)
+        (told / "wait").unlink()
+
+    told.mkdir()
+    (told / "wait").touch()
+    assert [code for code, _ in run(told, tell)] == [EXIT_RESUME] * RANKS
+    saved = [newest_first(told / f"engine{number}")[0] for number in range(2)]
+    assert saved == [f"global_step{2 * passes}", f"global_step{passes}"]
+    expected = run(whole)
+    assert run(told) == expected
+    assert [code for code, _ in expected] == [0] * RANKS
+    assert (told / "steps-0").read_text().split("\n").count(f"1 {passes}") == 0  # the step that saves ends the process
 
 
 WHO = ("launcher, SIGUSR1, twice", "launcher", "one worker", "one worker, twice", "launcher, SIGUSR1")

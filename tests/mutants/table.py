@@ -2282,6 +2282,22 @@ MUTANTS = (
         ("tests/ranks/test_memory_copies.py::test_what_comes_is_compared",),
     ),
     Mutant(
+        "ends-within-a-pass-of-the-loop",
+        "order",
+        "zerorun/checkpoint/automatic.py",
+        "        over = stepping[-1] is self and all(other._saved_since_told for other in stepping)",
+        "        over = all(other._saved_since_told for other in stepping)",
+        ("tests/e2e/test_preemption.py::test_several_engines_are_saved_after_one_pass_of_the_loop",),
+    ),
+    Mutant(
+        "one-engine-saves-for-all",
+        "stale",
+        "zerorun/checkpoint/automatic.py",
+        "        over = stepping[-1] is self and all(other._saved_since_told for other in stepping)",
+        "        over = True",
+        ("tests/e2e/test_preemption.py::test_several_engines_are_saved_after_one_pass_of_the_loop",),
+    ),
+    Mutant(
         "copies-of-another-engine",
         "stale",
         "zerorun/checkpoint/memory_copies.py",

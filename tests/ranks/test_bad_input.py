@@ -61,6 +61,15 @@ def different_models() -> tuple[str, str]:
     return attempt(lambda: make(model=model))
 
 
+def folder_of_another_engine() -> tuple[str, str]:
+    config = make_config(3) | {"checkpoint": {"dir": "of two"}}  # in which nothing is saved
+    for _ in range(2):  # one after the other is well
+        engine = make(config)
+        told = attempt(lambda: make(config))
+        engine.destroy()
+    return told
+
+
 def not_a_module() -> tuple[str, str]:
     return attempt(lambda: zerorun.initialize("model", make_config(1)))  # type: ignore[arg-type]
 
@@ -290,6 +299,7 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     unknown_key_on_one_rank: (ConfigError, ["zero_optimization.stagee", "stage"]),
     different_configs: (ConfigError, ["rank 1 has another configuration", "gradient_clipping"]),
     different_models: (ModelError, ["rank 1 has another model", "extra.weight"]),
+    folder_of_another_engine: (ConfigError, ["checkpoint.dir", "another engine", "Remedy", "destroy()"]),
     not_a_module: (ModelError, ["nn.Module", "str"]),
     foreign_parameters: (ModelError, ["group 0", "not a parameter of the model"]),
     no_trainable_parameter: (ModelError, ["no trainable parameter"]),

@@ -250,8 +250,9 @@ class Saving(Outcomes):
     def _save_if_due(self, saves: AutomaticSaves, told_to_end: int, due: int) -> None:
         if told_to_end:
             self.save_checkpoint(saves.directory)
-            self.automatic_saves = None
-            saves.end()
+            if saves.ends_job():
+                self.automatic_saves = None
+                saves.end()
         elif due or saves.due(self.global_steps):
             self.save_checkpoint(saves.directory, asynchronous=saves.asynchronous)
 
