@@ -20,10 +20,9 @@ from pathlib import Path
 from statistics import median
 
 from zerorun.planner.calibration import calibration_of
-from zerorun.planner.candidate import RunCandidate
-from zerorun.planner.footprint import candidate_config
+from zerorun.planner.candidate import RunCandidate, candidate_config
 from zerorun.planner.hardware import cluster_of
-from zerorun.planner.model_shape import shape_of
+from zerorun.planner.model_configs import shape_of
 from zerorun.planner.step_time import StepModel
 
 CONFIG = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,18 @@ import torch
 from covering import by_day
 
 import zerorun
-from zerorun.planner.candidate import RunCandidate
-from zerorun.planner.footprint import candidate_config, footprints
-from zerorun.planner.model_shape import shape_of
+from zerorun.planner.candidate import RunCandidate, candidate_config
+from zerorun.planner.footprint import footprints
+from zerorun.planner.model_configs import shape_of
+from zerorun.planner.model_shape import ModelShape
+from zerorun.planner.search import expert_degrees, has_blocks_everywhere
+
+# Kinds of mixtures, with the key that says how many experts there are.
+MIXTURES = dict.fromkeys(("mixtral", "gpt_oss"), "num_local_experts")
+MIXTURES |= dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe"), "num_experts")
+MIXTURES |= dict.fromkeys(("deepseek_v2", "deepseek_v3"), "n_routed_experts")
+# Kinds whose own plan lets tensor ranks divide all of a block.
+DIVIDED = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 def model_of(values: dict[str, Any]) -> torch.nn.Module:
@@ -39,17 +49,36 @@ def random_model(random: random.Random, kind: str) -> dict[str, Any]:
             "tie_word_embeddings": True,
         }
     own = {"hidden_size": width, "intermediate_size": 8 * random.randint(8, 60), "num_hidden_layers": layers}
-    own |= {"num_attention_heads": heads, "num_key_value_heads": random.choice([4, heads])}
-    experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if kind == "mixtral" else {}
-    return {**shared, **own, **experts}
+    keys = heads if kind.startswith("deepseek") else random.choice([4, heads])  # its keys are made from narrow vectors
+    own |= {"num_attention_heads": heads, "num_key_value_heads": keys}
+    return {**shared, **own, **random_mixture(random, kind)}
 
 
-def random_candidate(random: random.Random, kind: str) -> RunCandidate:
-    tensor = 1 if kind in ("gpt2", "mixtral") else random.choice([1, 1, 2, 4])
-    pipe = 1 if kind in ("gpt2", "mixtral") else random.choice([1, 1, 2, 3])
+def random_mixture(random: random.Random, kind: str) -> dict[str, Any]:
+    if kind not in MIXTURES:
+        return {"head_dim": random.choice([16, 32])} if kind == "qwen3" else {}
+    narrow = {"moe_intermediate_size": 8 * random.randint(4, 30)}
+    dense = {"first_k_dense_replace": random.randint(0, 2), "n_shared_experts": random.choice([1, 2])}
+    latent = {"q_lora_rank": random.choice([None, 48]), "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}
+    latent |= {"v_head_dim": 24, "n_group": 1, "topk_group": 1}
+    more: dict[str, dict[str, Any]] = {
+        "qwen2_moe": {**narrow, "shared_expert_intermediate_size": 8 * random.randint(4, 30)},
+        "qwen3_moe": {**narrow, "head_dim": random.choice([16, 32]), "mlp_only_layers": random.choice([[], [0], [0, 1]])},
+        "deepseek_v2": {**narrow, **dense, **latent},
+        "deepseek_v3": {**narrow, **dense, **latent},
+        "gpt_oss": {"head_dim": 16},
+    }
+    return {MIXTURES[kind]: 4, "num_experts_per_tok": 2, **more.get(kind, {})}
+
+
+def random_candidate(random: random.Random, kind: str, shape: ModelShape) -> RunCandidate:
+    tensor = random.choice([1, 1, 2, 4]) if kind in DIVIDED else 1
+    pipe = 1 if kind == "gpt2" else random.choice([1, 1, 2, 3])
+    if kind in MIXTURES and random.random() < 0.8:  # the estimate tries the stages of a mixture, which takes seconds
+        pipe = 1
     data, stage = random.choice([1, 2, 3, 4, 8, 64]), random.randint(0, 3)
     shard = random.choice([d for d in (1, 2, 4, 8, 64, data) if data % d == 0 and d <= data]) if stage else 1
-    return RunCandidate(
+    found = RunCandidate(
         data=data,
         tensor=tensor,
         pipe=pipe,
@@ -58,19 +87,34 @@ def random_candidate(random: random.Random, kind: str) -> RunCandidate:
         precision=random.choice(["bf16", "bf16", "fp32", "bf16-pure", "fp16"]),
         offload_optimizer=stage > 0 and random.random() < 0.3,
         accumulation=random.choice([1, 4]),
+        sequence_parallel=tensor > 1 and kind not in MIXTURES and random.random() < 0.5,
     )
+    if not has_blocks_everywhere(shape, found):
+        found = replace(found, sequence_parallel=False)
+    degrees = expert_degrees(4, found) if kind in MIXTURES else [1]
+    return replace(found, expert=random.choice(degrees))
 
 
 @pytest.mark.parametrize("seed", by_day(range(40), 0, 3))
 def test_the_ledger_is_that_of_the_estimate(seed: int) -> None:
     """Five configurations for each seed: 200 in all."""
+    check(seed, ("llama", "llama", "qwen2", "gpt2", "qwen3")[seed % 5])
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+@pytest.mark.parametrize("seed", by_day(range(6), 0))
+def test_the_ledger_of_a_mixture_is_that_of_the_estimate(seed: int, kind: str) -> None:
+    """Experts divide their states over other ranks than the rest of the model: 210 configurations."""
+    check(seed, kind)
+
+
+def check(seed: int, kind: str) -> None:
     chance = random.Random(seed)
-    kind = ("llama", "llama", "qwen2", "gpt2", "mixtral")[seed % 5]
     values = random_model(chance, kind)
     model, shape = model_of(values), shape_of(values)
-    assert shape.parameters == sum(param.numel() for param in model.parameters())
+    assert shape.parameters == sum(param.numel() for param in model.parameters()), values
     for _ in range(5):
-        candidate = random_candidate(chance, kind)
+        candidate = random_candidate(chance, kind, shape)
         exact = zerorun.estimate_memory(
             model, candidate_config(candidate), candidate.world, device="cuda", transport="nccl"
         )

@@ -10,19 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from covering import by_day
-from test_planner import LLAMA_8B
+from harness import run_ranks
+from mixtures import ids_of, make
+from test_planner import DEEPSEEK_V3, LLAMA_8B, QWEN3_235B
 
 import zerorun
 from zerorun.config import load_config
 from zerorun.errors import ConfigError, DoesNotFitError
 from zerorun.pipeline import cli as schedule
+from zerorun.plan.make import planned_topology
 from zerorun.planner import cli
 from zerorun.planner.calibration import calibration_of
-from zerorun.planner.candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration
-from zerorun.planner.footprint import CONTEXT, candidate_config, footprints
+from zerorun.planner.candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration, candidate_config
+from zerorun.planner.footprint import CONTEXT, footprints
 from zerorun.planner.hardware import GB, cluster_of
-from zerorun.planner.model_shape import ModelShape, shape_of
+from zerorun.planner.model_configs import shape_of
+from zerorun.planner.model_shape import ModelShape
 from zerorun.planner.picture import step_picture
 from zerorun.planner.search import Goal, Timed, fits, fitting, least_gpus, search
 from zerorun.planner.step_time import StepTime, step_time
@@ -33,6 +38,7 @@ OLMO_7B = ModelShape(32, 4096, 32, 32, 128, 11008, 3, 50304, gains=0, final_gain
 OLMO_70B = ModelShape(80, 8192, 64, 8, 128, 28672, 3, 32000)
 FALCON_40B = ModelShape(60, 8192, 128, 8, 64, 32768, 2, 65024, True, gains=4, final_gains=2)
 LLAMA_405B = ModelShape(126, 16384, 128, 8, 128, 53248, 3, 128256)
+MIXTRAL = {**LLAMA_8B, "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
 OF_10B = ModelShape(40, 4608, 36, 36, 128, 12288, 3, 50304)
 
 
@@ -143,6 +149,42 @@ def test_zerorun_loads_what_is_planned(precision: str) -> None:
         config = load_config(candidate_config(candidate))
         assert config.zero_optimization.stage == candidate.stage
         assert config.train_micro_batch_size_per_gpu == candidate.micro_batch
+
+
+@pytest.mark.parametrize("values", by_day((MIXTRAL, QWEN3_235B, DEEPSEEK_V3), MIXTRAL))
+def test_experts_are_spread_in_all_ways_that_zerorun_can(values: dict[str, Any]) -> None:
+    shape, cluster = shape_of(values), cluster_of("64xH100")
+    found = [candidate for candidate, _ in fitting(shape, cluster, Goal(4096, 128))]
+    assert {one.expert for one in found} >= {2, 4, 8}
+    assert not any(one.sequence_parallel for one in found)
+    for candidate in found[::200]:
+        config = load_config(candidate_config(candidate))
+        topology = planned_topology(config, candidate.world, cluster.per_node)
+        assert (topology.expert, topology.tensor) == (candidate.expert, candidate.tensor)
+        if candidate.expert > 1:
+            assert topology.size("expert_shard") == candidate.expert_divided
+
+
+def test_a_planned_mixture_is_trained(tmp_path: Path) -> None:
+    """The plan of a mixture with spread experts, from its config.json, trains a small one of its kind on 2 ranks."""
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**MIXTRAL, "num_hidden_layers": 4}))
+    plan = zerorun.plan_run(path, "2xH100", {"batch": 4})
+    assert plan.best.candidate.expert == 2 and "experts over 2" in "\n".join(plan.page())
+    config = {key: value for key, value in plan.config.items() if key != "checkpoint"}
+    assert all(0 < loss < 20 for loss in run_ranks(2, train_mixture, config))
+
+
+def train_mixture(config: dict[str, Any]) -> float:
+    engine, *_ = zerorun.initialize(model=make("mixtral"), config=config)
+    assert engine.topology.expert == 2
+    for micro in range(config["gradient_accumulation_steps"]):
+        ids = ids_of(dist.get_rank() + 2 * micro, 6)[: config["train_micro_batch_size_per_gpu"]]
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+    return float(loss)
 
 
 def test_what_does_not_fit_is_told() -> None:

@@ -22,8 +22,9 @@ from zerorun.planner import cli
 from zerorun.planner.calibration import Calibration, Constants, calibration_of, fitted
 from zerorun.planner.candidate import KernelGeneration, RunCandidate
 from zerorun.planner.hardware import GB, GPUS, Cluster, cluster_of
-from zerorun.planner.links import RankGroup, all_reduce_seconds, bandwidth, gather_seconds
-from zerorun.planner.model_shape import ModelShape, read_shape, shape_of
+from zerorun.planner.links import RankGroup, all_reduce_seconds, bandwidth, exchange_seconds, gather_seconds
+from zerorun.planner.model_configs import read_shape, shape_of
+from zerorun.planner.model_shape import ModelShape
 from zerorun.planner.published import PublishedRun, published_runs
 from zerorun.planner.step_time import StepModel, step_time
 
@@ -32,6 +33,16 @@ RUNS = Path(__file__).parent / "data" / "published_runs.csv"
 SMALL = ModelShape(24, 2048, 16, 16, 128, 8192, 3, 50304)
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 LLAMA_8B |= {"num_key_value_heads": 8, "vocab_size": 128256, "model_type": "llama", "tie_word_embeddings": False}
+
+
+QWEN3_235B = {"model_type": "qwen3_moe", "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536}
+QWEN3_235B |= {"num_hidden_layers": 94, "num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128}
+QWEN3_235B |= {"vocab_size": 151936, "num_experts": 128, "num_experts_per_tok": 8, "tie_word_embeddings": False}
+DEEPSEEK_V3 = {"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048}
+DEEPSEEK_V3 |= {"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "vocab_size": 129280}
+DEEPSEEK_V3 |= {"n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3}
+DEEPSEEK_V3 |= {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
+DEEPSEEK_V3 |= {"v_head_dim": 128, "tie_word_embeddings": False}
 
 
 def runs() -> list[PublishedRun]:
@@ -108,6 +119,48 @@ def test_shapes_have_the_parameters_of_their_models() -> None:
     mixtral = {**LLAMA_8B, "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
     assert shape_of(mixtral).parameters == 46_702_792_704
     assert shape_of(mixtral).used_parameters == 12_748_849_152
+    assert shape_of(QWEN3_235B).parameters == 235_093_634_560
+    deepseek = shape_of(DEEPSEEK_V3)
+    assert deepseek.parameters == 671_026_404_352
+    assert deepseek.used_parameters == pytest.approx(37e9, rel=0.02)  # as its authors say
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("model_type", "jamba", "model_type = 'jamba': of mixtures, blocks are known of mixtral, "),
+        ("decoder_sparse_step", 2, r"decoder_sparse_step = 2: blocks \[0, 2, .* have no experts"),
+        ("mlp_only_layers", [5], r"mlp_only_layers = \[5\]: blocks \[5\] have no experts"),
+        ("moe_layer_freq", 2, "moe_layer_freq = 2: not every block has experts"),
+    ],
+)
+def test_mixtures_whose_blocks_are_not_known_are_refused(key: str, value: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        shape_of({**QWEN3_235B, key: value})
+
+
+def test_rows_of_mixtures_are_read(tmp_path: Path) -> None:
+    """The ranks with different experts, and what a block has beside experts."""
+    lines = RUNS.read_text(encoding="utf-8").splitlines()
+    names, row = lines[1].split(","), dict(zip(lines[1].split(","), lines[4].split(","), strict=False))
+    assert row["moe"] == "" and row["ep"] == "1"
+    row |= {"moe": '"256 experts, top 8, 1 shared; first 3 layers dense 18432; MLA"', "ep": "64", "layers": "61"}
+    row |= {
+        "hidden": "7168",
+        "heads": "128",
+        "kv_heads": "128",
+        "ffn": "2048",
+        "ffn_mats": "3",
+        "vocab": "129280",
+        "tied": "0",
+    }
+    (tmp_path / "runs.csv").write_text("\n".join([lines[1], ",".join(row[name] for name in names)]), encoding="utf-8")
+    (run,) = published_runs(tmp_path / "runs.csv")
+    assert run.candidate.expert == 64
+    assert run.shape.parameters == pytest.approx(671e9, rel=0.001)
+    alone = replace(run.candidate, expert=1)
+    assert run.step_time(fitted()).causes["rows to experts"] > 0
+    assert step_time(run.shape, alone, run.cluster, fitted()).causes["rows to experts"] == 0
 
 
 def test_bad_input_is_told(tmp_path: Path) -> None:
@@ -186,10 +239,19 @@ def test_collectives_grow_with_bytes_and_shrink_with_links(doublings: int, apart
     cluster = cluster_of("4096xH100")
     faster = replace(cluster, nics=2 * cluster.nics, gpu=replace(cluster.gpu, nvlink=2 * cluster.gpu.nvlink))
     group = RankGroup.of(cluster, 2**doublings, 2**apart)
-    for collective in (gather_seconds, all_reduce_seconds):
+    for collective in (gather_seconds, all_reduce_seconds, exchange_seconds):
         assert collective(cluster, group, nbytes) <= collective(cluster, group, 2 * nbytes)
         assert collective(faster, group, nbytes) <= collective(cluster, group, nbytes)
     assert all_reduce_seconds(cluster, group, nbytes) <= 2 * gather_seconds(cluster, group, nbytes) + 1e-12
+
+
+def test_rows_go_to_all_ranks_at_once() -> None:
+    """On one node over NVLink; over 4 nodes three quarters of them over the ranks' own cards."""
+    cluster, rows = cluster_of("64xH100"), 1e9
+    near, far = (exchange_seconds(cluster, RankGroup.of(cluster, size, 1), rows) for size in (8, 32))
+    assert near == pytest.approx(rows * 7 / 8 / (360 * GB), rel=0.01)
+    assert far == pytest.approx(rows * 3 / 4 / (46 * GB), rel=0.01)
+    assert exchange_seconds(cluster, RankGroup.of(cluster, 1, 1), rows) == 0.0
 
 
 # -- steps -------------------------------------------------------------------------------------------------------
@@ -249,6 +311,30 @@ def test_better_hardware_is_never_slower(candidate: RunCandidate, name: str) -> 
     assert seconds(replace(SMALL, layers=SMALL.layers + 6), candidate, cluster) > base
     assert seconds(SMALL, replace(candidate, checkpointing="full"), cluster) >= base
     assert all(value >= -1e-12 for value in step_time(SMALL, candidate, cluster, fitted()).causes.values())
+
+
+def test_what_spread_experts_cost_and_spare() -> None:
+    """Rows are sent, but weights of experts are not; and a rank's experts have more rows each, for the same FLOPs."""
+    shape, cluster, calibration = shape_of(QWEN3_235B), cluster_of("64xH100"), fitted()
+    base = RunCandidate(64, stage=3, shard=64, sequence=4096)
+    alone, spread = (StepModel(shape, replace(base, expert=expert), cluster, calibration) for expert in (1, 8))
+    assert spread.block.rows > alone.block.rows == 0.0
+    assert spread.block.work[0].products < alone.block.work[0].products
+    assert sum(family.numel for family in spread.families) < 0.2 * alone.families[0].numel
+    assert spread.families[1].shards == RankGroup(8, 1)  # one rank in each node has these experts
+    assert spread.exposed_in_micro_batch < alone.exposed_in_micro_batch
+    far = StepModel(shape, replace(base, expert=64), replace(cluster, nics=cluster.nics / 4), calibration)
+    assert far.block.rows > 4 * spread.block.rows
+    # Half of the tokens' rows on each of two tensor ranks, of which both have different experts.
+    tensor = StepModel(shape, replace(base, data=32, shard=32, tensor=2, expert=8), cluster, calibration)
+    assert tensor.block.rows == pytest.approx(spread.block.rows / 2, rel=0.1)
+
+
+def test_shared_experts_hide_rows() -> None:
+    shape, cluster, base = shape_of(DEEPSEEK_V3), cluster_of("64xH100"), RunCandidate(64, sequence=4096, expert=8)
+    bare = replace(shape, shared_ffn=0)
+    hidden, seen = (StepModel(one, base, cluster, fitted()).block.rows for one in (shape, bare))
+    assert 0 < hidden < seen
 
 
 def test_blocks_are_divided_as_evenly_as_they_can_be() -> None:

@@ -13,12 +13,14 @@ from ..errors import ConfigError, ConfigProblem, DoesNotFitError
 from ..log import counted, in_bytes
 from ..pipeline.schedule.schedules import ZERO_BUBBLE
 from .calibration import Calibration, calibration_of
-from .candidate import KernelGeneration, RunCandidate
-from .footprint import candidate_config, footprint
+from .candidate import KernelGeneration, RunCandidate, candidate_config
+from .footprint import footprint
 from .hardware import GB, Cluster, cluster_of
-from .model_shape import ModelShape, read_shape, shape_of
-from .search import Goal, Timed, least_gpus, search
-from .step_time import StepModel
+from .links import RankGroup
+from .model_configs import read_shape, shape_of
+from .model_shape import ModelShape
+from .search import Goal, Timed, expert_degrees, least_gpus, search
+from .step_time import RankFamily, StepModel
 
 _NEXT = 5  # configurations that are shown beside the best one
 _STALL, _RESTART = 10.0, 300.0  # seconds of a save that is seen, and of a restart from the disk
@@ -198,6 +200,7 @@ def named(candidate: RunCandidate) -> str:
     parts = [f"stage {c.stage}"]
     parts += [f"{c.shard} shards" if c.stage and c.shard != c.data * c.context else ""]
     parts += [f"{c.tensor} tensor" if c.tensor > 1 else "", f"{c.context} context" if c.context > 1 else ""]
+    parts += [f"experts over {c.expert}" if c.expert > 1 else ""]
     kind = f" x {c.chunks} chunks" if c.chunks > 1 else " without bubbles" if c.zero_bubble else ""
     parts += [f"{c.pipe} stages{kind}" if c.pipe > 1 else ""]
     parts += [f"{c.data} replicas", f"micro-batch {c.micro_batch} x {c.accumulation}"]
@@ -210,23 +213,37 @@ def link_bytes(model: StepModel) -> dict[str, float]:
     """Return the bytes that a GPU of the fullest stage sends in a step, by what they are and the link that they need."""
     c, shape = model.candidate, model.shape
     blocks, micro = -(-shape.layers // c.pipe), c.accumulation
-    numel = shape.parameters / c.pipe / c.tensor
     activations = c.tokens * shape.hidden * 2
-    tensor, shards = model.group(c.tensor, 1), model.shard_group
-    replicas = model.group(c.data * c.context // c.shard, c.tensor * c.context * c.shard)
-    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * micro}[c.stage]
-    reductions = micro if c.stage >= 2 else 1
     passes = 2 + {"full": 1.0, "every_n": 0.5}.get(c.checkpointing, 0.0)
-    others = (c.shard - 1) / c.shard
+    tensor, rows = model.group(c.tensor, 1), model.group(c.expert, 1)
+    sent = passes * micro * blocks * activations
     found = {
-        ("tensor ranks", tensor): 4 * passes * micro * blocks * activations * (c.tensor - 1) / c.tensor,
-        ("gathers of parameters", shards): gathers * numel * 2 * others,
-        ("reductions of gradients", shards): reductions * numel * c.wire_bytes * others,
-        ("sums over replicas", replicas): 2 * reductions * numel / c.shard * c.wire_bytes * (1 - 1 / replicas.size),
+        ("tensor ranks", tensor): 4 * sent * (c.tensor - 1) / c.tensor,
+        ("rows to experts", rows): 2 * sent * shape.used_experts / c.tensor * (c.expert - 1) / c.expert,
     }
+    spread = (shape.layers - shape.dense_layers) * shape.expert_weights if c.expert > 1 else 0
+    numels = (shape.parameters - spread) / c.pipe / c.tensor, spread / c.pipe / c.expert
+    names = ("parameters", "gradients", "sums"), ("experts", "experts", "sums of experts")
+    for family, numel, called in zip(model.families, numels, names, strict=False):
+        found |= _of_family(c, family, numel, called)
     named = {f"{what}, {'NVLink' if group.nodes == 1 else 'network'}": size for (what, group), size in found.items()}
     named["messages of stages"] = (c.pipe > 1) * 2 * c.chunks * micro * activations / c.tensor
     return named
+
+
+def _of_family(
+    c: RunCandidate, family: RankFamily, numel: float, called: tuple[str, str, str]
+) -> dict[tuple[str, RankGroup], float]:
+    """Return the bytes of ``numel`` parameters that a rank sends in a step, by what they are and between which ranks."""
+    gathers = {0: 0, 1: 1, 2: 1, 3: 2 * c.accumulation}[c.stage]
+    reductions = c.accumulation if c.stage >= 2 else 1
+    shards, copies = family.shards, family.copies
+    others = (shards.size - 1) / shards.size
+    return {
+        (f"gathers of {called[0]}", shards): gathers * numel * 2 * others,
+        (f"reductions of {called[1]}", shards): reductions * numel * c.wire_bytes * others,
+        (f"{called[2]} over replicas", copies): 2 * reductions * numel / shards.size * c.wire_bytes * (1 - 1 / copies.size),
+    }
 
 
 def plan_run(model: Any, cluster: Cluster | str, goal: Goal | Mapping[str, Any] | None = None) -> RunPlan:
@@ -258,7 +275,7 @@ def _different(found: Sequence[Timed]) -> Iterator[Timed]:
     seen: set[tuple[Any, ...]] = set()
     for one in found:
         c = one.candidate
-        kind = (c.tensor, c.pipe, c.context, c.stage, c.shard, c.offload_optimizer)
+        kind = (c.tensor, c.pipe, c.context, c.expert, c.stage, c.shard, c.offload_optimizer)
         if kind not in seen and 0 < len(seen) <= _NEXT:
             yield one
         seen.add(kind)
@@ -318,7 +335,7 @@ def compared(path: str | Path, plan: RunPlan) -> Timed:
     """
     config = load_config(path)
     zero, tensor, pipe = config.zero_optimization, config.tensor_parallel.size, config.pipeline.stages
-    context, gpus = config.sequence_parallel_size or 1, plan.cluster.gpus
+    context, gpus, expert = config.sequence_parallel_size or 1, plan.cluster.gpus, config.expert_parallel.size
     if gpus % (tensor * pipe * context):
         reason = f"does not divide {gpus} GPUs."
         raise ConfigError([ConfigProblem("degrees", tensor * pipe * context, reason, "change them.")], str(path))
@@ -333,6 +350,7 @@ def compared(path: str | Path, plan: RunPlan) -> Timed:
         chunks=config.pipeline.chunks,
         zero_bubble=config.pipeline.schedule == ZERO_BUBBLE,
         context=context,
+        expert=expert,
         stage=zero.stage,
         shard=(zero.shard_degree or data * context) if zero.stage else 1,
         sequence=plan.goal.sequence,
@@ -344,5 +362,8 @@ def compared(path: str | Path, plan: RunPlan) -> Timed:
         sequence_parallel=tensor > 1 and config.tensor_parallel.sequence_parallel,
         kernels=KernelGeneration.FUSED if config.compile.enabled else plan.goal.kernels,
     )
+    if expert not in expert_degrees(plan.shape.experts, candidate):
+        reason = f"does not go with {plan.shape.experts} experts in a block and {candidate.replicas} replicas."
+        raise ConfigError([ConfigProblem("expert_parallel.autoep_size", expert, reason, "change it.")], str(path))
     model = StepModel(plan.shape, candidate, plan.cluster, plan.calibration)
     return Timed(candidate, model.simulated(), footprint(plan.shape, candidate))

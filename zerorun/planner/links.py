@@ -60,6 +60,22 @@ def all_reduce_seconds(cluster: Cluster, group: RankGroup, nbytes: float) -> flo
     return min(ring, tree)
 
 
+def exchange_seconds(cluster: Cluster, group: RankGroup, nbytes: float) -> float:
+    """Return the seconds of an all-to-all in which each rank has ``nbytes``, equally many for each, itself among them.
+
+    Ranks send to all others at once: over NVLink to those of their node, and over their own card to the rest.
+    """
+    if group.size == 1 or not nbytes:
+        return 0.0
+    near_bytes, far_bytes = (nbytes * count / group.size for count in (group.near - 1, group.size - group.near))
+    near_rate, far_rate = cluster.gpu.nvlink * NVLINK, cluster.nics / cluster.per_node * NETWORK
+    moved = max(near_bytes / near_rate, far_bytes / far_rate)
+    if cluster.gpu.latency:
+        return cluster.gpu.latency + moved
+    hops = _RING_NEAR if group.nodes == 1 else _RING_FAR
+    return min(base + hop + moved / part for base, hop, part in zip(_BASE, hops, _OF_BANDWIDTH, strict=True))
+
+
 def _ring(cluster: Cluster, group: RankGroup, nbytes: float, rounds: int) -> float:
     if group.size == 1 or not nbytes:
         return 0.0

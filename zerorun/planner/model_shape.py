@@ -1,32 +1,50 @@
-"""Model shape: a decoder by its numbers, as a Hugging Face config.json has them, and the parameters that follow."""
+"""Model shape: a decoder by its numbers, and the parameters that follow."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from pathlib import Path
 from typing import Any
-
-from ..errors import ConfigError, ConfigProblem
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter. ``divided``: the dimension that tensor ranks divide; None if each of them has all of it."""
+    """A parameter. ``divided``: the dimension that tensor ranks divide; None if each of them has all of it.
+
+    ``expert``: it is that of all experts of a block, which are its first dimension. ``summed``: tensor ranks, which all
+    have it, have summands of its gradient: "always", or if they divide "rows".
+    """
 
     name: str
     shape: tuple[int, ...]
     divided: int | None = None
+    expert: bool = False
+    summed: str = ""
 
-    def on_rank(self, tensor: int) -> tuple[int, ...]:
-        """Return the shape that the first of ``tensor`` ranks has."""
-        if self.divided is None:
-            return self.shape
-        own = list(self.shape)
-        own[self.divided] = -(-own[self.divided] // tensor)
+    def on_rank(self, tensor: int, expert: int = 1) -> tuple[int, ...]:
+        """Return the shape that the first of ``tensor`` ranks has. ``expert``: ranks with different experts."""
+        own, divided, ranks = list(self.shape), self.divided, tensor
+        if self.expert and expert > 1:
+            divided, ranks = 0, expert
+        if divided is not None:
+            own[divided] = -(-own[divided] // ranks)
         return tuple(own)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Attention whose queries, keys and values are made from narrow vectors (DeepSeek-V2, arXiv:2405.04434).
+
+    ``queries``, ``keys``: the widths of these vectors; 0 queries if they are made from hidden states. ``plain`` and
+    ``rotary``: elements of a head of queries and keys without and with a position. ``values``: of a head of values.
+    """
+
+    queries: int
+    keys: int
+    plain: int
+    rotary: int
+    values: int
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,13 @@ class ModelShape:
     """A decoder. ``ffn``: the width of one expert, if a block has several. ``matrices``: of an expert, 3 if it is gated.
 
     ``gains``: vectors of norms in a block. ``biases``: which layers have them: "", "qkv" or "all". ``positions``: those of
-    a table of positions. ``rotary``: bytes of buffers for rotary positions.
+    a table of positions. ``rotary``: bytes of buffers for rotary positions. ``normed``: queries and keys have a norm, of
+    each "head", or of "all" heads together. ``sinks``: each head has a score of its own. ``latent``: narrow attention.
+    ``whole``: by the model's own plan, tensor ranks do not divide its attention or its shared experts.
+
+    Of a mixture: ``shared_ffn``: the width of what all tokens go through beside experts; ``shared_gate``: it has a gate.
+    ``dense_layers``: how many of the first blocks have an MLP of the width ``dense_ffn`` in place of experts.
+    ``expert_biases``: router and experts have some. ``corrected``: the router has a buffer with a number for each expert.
     """
 
     layers: int
@@ -53,33 +77,96 @@ class ModelShape:
     biases: str = ""
     positions: int = 0
     rotary: int = 0
+    normed: str = ""
+    sinks: bool = False
+    whole: bool = False
+    latent: LatentAttention | None = None
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    expert_biases: bool = False
+    corrected: bool = False
+
+    @cached_property
+    def kinds(self) -> tuple[ModelShape, ...]:
+        """The model by kinds of blocks, in their order: each as a shape with blocks of one kind only."""
+        if not self.dense_layers:
+            return (self,)
+        plain: dict[str, Any] = {
+            "experts": 1,
+            "used_experts": 1,
+            "shared_ffn": 0,
+            "shared_gate": False,
+            "expert_biases": False,
+        }
+        dense = replace(self, **plain, ffn=self.dense_ffn, layers=self.dense_layers, dense_layers=0, corrected=False)
+        return dense, replace(self, layers=self.layers - self.dense_layers, dense_layers=0)
 
     @cached_property
     def block(self) -> tuple[Weight, ...]:
-        """The parameters of a block."""
+        """The parameters of a block, of the last kind."""
+        norms = (Weight(f"norm {number}", (self.hidden,), summed="rows") for number in range(self.gains))
+        return (*self._attention, *(self._mixture if self.experts > 1 else self._mlp), *norms)
+
+    @property
+    def _attention(self) -> tuple[Weight, ...]:
+        if self.latent is not None:
+            return self._latent_attention(self.latent)
         hidden, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        found = [
-            Weight("query", (queries, hidden), 0),
-            Weight("key", (keys, hidden), 0),
-            Weight("value", (keys, hidden), 0),
-            Weight("output", (hidden, queries), 1),
-        ]
-        if self.experts > 1:
-            found += [
-                Weight("router", (self.experts, hidden)),
-                Weight("up", (self.experts, (self.matrices - 1) * self.ffn, hidden), 1),
-                Weight("down", (self.experts, hidden, self.ffn), 2),
-            ]
-        else:
-            names = ("gate", "up")[3 - self.matrices :]
-            found += [Weight(name, (self.ffn, hidden), 0) for name in names] + [Weight("down", (hidden, self.ffn), 1)]
+        sides = {"query": queries, "key": keys, "value": keys}
+        found = [Weight("sinks", (self.heads,), 0)] if self.sinks else []
+        found += [Weight(name, (size, hidden), 0) for name, size in sides.items()]
+        found.append(Weight("output", (hidden, queries), 1))
         if self.biases:
-            found += [
-                Weight(f"{name} bias", (size,), 0) for name, size in (("query", queries), ("key", keys), ("value", keys))
-            ]
+            found += [Weight(f"{name} bias", (size,), 0) for name, size in sides.items()]
         if self.biases == "all":
-            found += [Weight("output bias", (hidden,)), Weight("down bias", (hidden,)), Weight("up bias", (self.ffn,), 0)]
-        return (*found, *(Weight(f"norm {number}", (hidden,)) for number in range(self.gains)))
+            found.append(Weight("output bias", (hidden,)))
+        if self.normed:
+            own = (self.head_dim, self.head_dim) if self.normed == "head" else (queries, keys)
+            summed = "always" if self.normed == "head" else ""
+            found += [Weight(f"{name} norm", (size,), summed=summed) for name, size in zip(sides, own, strict=False)]
+        return tuple(found)
+
+    def _latent_attention(self, latent: LatentAttention) -> tuple[Weight, ...]:
+        hidden, width = self.hidden, self.heads * (latent.plain + latent.rotary)
+        made = [Weight("query", (width, latent.queries or hidden), 0)]
+        if latent.queries:
+            made += [Weight("narrow query", (latent.queries, hidden)), Weight("query norm", (latent.queries,))]
+        return (
+            *made,
+            Weight("narrow key", (latent.keys + latent.rotary, hidden)),
+            Weight("key norm", (latent.keys,)),
+            Weight("key and value", (self.heads * (latent.plain + latent.values), latent.keys), 0),
+            Weight("output", (hidden, self.heads * latent.values), 1),
+        )
+
+    @property
+    def _mixture(self) -> tuple[Weight, ...]:
+        hidden, count, inner = self.hidden, self.experts, (self.matrices - 1) * self.ffn
+        found = [Weight("router", (count, hidden))]
+        found += [
+            Weight("up", (count, inner, hidden), 1, expert=True),
+            Weight("down", (count, hidden, self.ffn), 2, expert=True),
+        ]
+        if self.expert_biases:
+            found += [Weight("router bias", (count,)), Weight("up bias", (count, inner), 1, expert=True)]
+            found.append(Weight("down bias", (count, hidden), expert=True))
+        if self.shared_ffn:
+            found += self._gated("shared ", self.shared_ffn)
+        if self.shared_gate:
+            found.append(Weight("shared gate", (1, hidden)))
+        return tuple(found)
+
+    @property
+    def _mlp(self) -> tuple[Weight, ...]:
+        biases = (Weight("down bias", (self.hidden,)), Weight("up bias", (self.ffn,), 0)) if self.biases == "all" else ()
+        return (*self._gated("", self.ffn), *biases)
+
+    def _gated(self, prefix: str, width: int) -> list[Weight]:
+        names = ("gate", "up")[3 - self.matrices :]
+        found = [Weight(prefix + name, (width, self.hidden), 0) for name in names]
+        return [*found, Weight(f"{prefix}down", (self.hidden, width), 1)]
 
     @cached_property
     def before(self) -> tuple[Weight, ...]:
@@ -95,77 +182,34 @@ class ModelShape:
 
     @cached_property
     def block_weights(self) -> int:
+        """Those of a block, of the last kind."""
         return sum(prod(weight.shape) for weight in self.block)
+
+    @cached_property
+    def expert_weights(self) -> int:
+        """Those of a block's experts, of the last kind."""
+        return sum(prod(weight.shape) for weight in self.block if weight.expert)
 
     @cached_property
     def parameters(self) -> int:
         """The number of parameters."""
         outside = sum(prod(weight.shape) for weight in (*self.before, *self.after))
-        return self.layers * self.block_weights + outside
+        return sum(kind.layers * kind.block_weights for kind in self.kinds) + outside
 
     @cached_property
     def used_parameters(self) -> int:
         """The parameters in products of one token: without the embedding's look-up and experts that it does not use."""
         spared = (self.experts - self.used_experts) * self.matrices * self.hidden * self.ffn
-        return self.layers * (self.block_weights - spared) + self.vocab * self.hidden
+        used = sum(kind.layers * kind.block_weights for kind in self.kinds)
+        return used - (self.layers - self.dense_layers) * spared + self.vocab * self.hidden
+
+    @property
+    def attended(self) -> float:
+        """The elements of a head that a score and its value take, in the mean of both."""
+        if self.latent is None:
+            return self.head_dim
+        return (self.latent.plain + self.latent.rotary + self.latent.values) / 2
 
     def flops_per_token(self, sequence: int) -> float:
         """Return the FLOPs of a token in training, causal attention over ``sequence`` tokens, nothing recomputed."""
-        return 6.0 * self.used_parameters + 6.0 * self.layers * self.heads * self.head_dim * sequence
-
-
-# Names of the same number in the configurations of models.
-_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer", "n_layers"),
-    "hidden": ("hidden_size", "n_embd", "d_model"),
-    "heads": ("num_attention_heads", "n_head", "n_heads"),
-    "vocab": ("vocab_size",),
-}
-_NOT_GATED = ("gpt", "falcon", "opt", "bloom", "mpt", "phi")
-_WITHOUT_GAINS = ("olmo",)
-
-
-def read_shape(path: str | Path) -> ModelShape:
-    """Read a ``config.json``. Raises ConfigError if it cannot be read, or does not have the numbers of a decoder."""
-    try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            [ConfigProblem("model", str(path), f"cannot be read: {error}.", "give a config.json.")]
-        ) from error
-    return shape_of(values, str(path))
-
-
-def shape_of(values: dict[str, Any], source: str = "model") -> ModelShape:
-    """Return the shape that a model's configuration describes. Raises ConfigError if it lacks a number."""
-    config = {**values, **values.get("text_config", {})}
-    kind = str(config.get("model_type", "llama"))
-    missing = [names[0] for names in _NAMES.values() if not any(isinstance(config.get(name), int) for name in names)]
-    if missing:
-        reason = "is not in the configuration of the model."
-        raise ConfigError([ConfigProblem(key, None, reason, "give it.") for key in missing], source)
-    numbers = {key: next(config[name] for name in names if name in config) for key, names in _NAMES.items()}
-    hidden, heads = numbers["hidden"], numbers["heads"]
-    table = kind.startswith("gpt2") or kind == "opt"
-    head_dim = config.get("head_dim") or hidden // heads
-    experts = config.get("num_local_experts") or config.get("num_experts") or 1
-    norms = {"gains": 0, "final_gains": 0} if kind in _WITHOUT_GAINS else {}
-    if table:
-        norms = {"gains": 4, "final_gains": 2}
-    biases = "all" if table else "qkv" if kind == "qwen2" or config.get("attention_bias") else ""
-    ffn = config.get("moe_intermediate_size") or config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-    tied = config.get("tie_word_embeddings", kind.startswith(_NOT_GATED))
-    return ModelShape(
-        **numbers,
-        **norms,
-        kv_heads=config.get("num_key_value_heads") or config.get("num_kv_heads") or heads,
-        head_dim=head_dim,
-        ffn=ffn,
-        matrices=2 if kind.startswith(_NOT_GATED) else 3,
-        tied=bool(tied),
-        experts=experts,
-        used_experts=config.get("num_experts_per_tok") or 1,
-        biases=biases,
-        positions=config.get("n_positions") or config.get("max_position_embeddings") or 1024 if table else 0,
-        rotary=0 if table else 2 * 4 * (head_dim // 2),
-    )
+        return 6.0 * self.used_parameters + 6.0 * self.layers * self.heads * self.attended * sequence

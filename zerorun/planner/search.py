@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ..errors import DoesNotFitError
 from .calibration import Calibration, calibration_of
 from .candidate import GATHERS, REDUCTIONS, KernelGeneration, RunCandidate
-from .footprint import Footprint, footprint
+from .footprint import Footprint, footprint, layers_of_stages
 from .hardware import Cluster
 from .model_shape import ModelShape
 from .step_time import StepModel, StepTime
@@ -93,11 +93,18 @@ def fitting(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[tuple[R
     """Yield the candidates that fit and are not dominated. See [Note: dominance]."""
     places = (False, True) if goal.offload else (False,)
     for candidate in degrees(shape, cluster, goal):
+        if candidate.sequence_parallel and not has_blocks_everywhere(shape, candidate):
+            continue
         for offload in places if candidate.stage else (False,):
             one = _first_that_fits(shape, cluster, replace(candidate, offload_optimizer=offload))
             if one is not None:
                 yield one
                 break
+
+
+def has_blocks_everywhere(shape: ModelShape, candidate: RunCandidate) -> bool:
+    """True if each stage has a block. Where one has none, tensor ranks have no rows to divide, and zerorun refuses it."""
+    return min(layers_of_stages(shape, candidate.pipe, candidate.chunks)) > 0
 
 
 def _first_that_fits(shape: ModelShape, cluster: Cluster, base: RunCandidate) -> tuple[RunCandidate, Footprint] | None:
@@ -120,7 +127,7 @@ def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCand
     batch, gpus = goal.batch_on(cluster.gpus), cluster.gpus
     inside = cluster.per_node
     for tensor in _divisors(inside):
-        if gpus % tensor or shape.heads % tensor or shape.kv_heads % tensor or shape.ffn % tensor:
+        if gpus % tensor or not _divides(shape, tensor):
             continue
         for pipe in _divisors(gpus // tensor):
             if pipe > shape.layers:
@@ -136,7 +143,8 @@ def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCand
                     context=context,
                     sequence=goal.sequence,
                     precision=goal.precision,
-                    sequence_parallel=tensor > 1 and context == 1,  # else sequences are divided already
+                    # Elsewhere sequences are divided already, or it is not known what blocks do with rows.
+                    sequence_parallel=tensor > 1 and context == 1 and shape.experts == 1,
                     kernels=goal.kernels,
                     hides=goal.hides,
                     wire_bytes=2 if goal.precision == "bf16-pure" else 4,
@@ -144,9 +152,17 @@ def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCand
                 yield from _stages(shape, cluster, base, batch // data)
 
 
+def _divides(shape: ModelShape, tensor: int) -> bool:
+    """True if tensor ranks can divide all of a block."""
+    if shape.whole and tensor > 1:
+        return False
+    widths = [width for kind in shape.kinds for width in (kind.ffn, kind.shared_ffn)]
+    return not any(width % tensor for width in (shape.heads, shape.kv_heads, *widths))
+
+
 def _stages(shape: ModelShape, cluster: Cluster, base: RunCandidate, own: int) -> Iterator[RunCandidate]:
     """Yield ``base`` with stages, shard degrees, micro-batches and chunks. ``own``: sequences of a replica and step."""
-    replicas = base.data * base.context
+    replicas = base.replicas
     near = cluster.per_node // base.tensor
     hybrid = [near] if 1 < near < replicas and replicas % near == 0 and not near % base.context else []
     micro = 1
@@ -156,11 +172,30 @@ def _stages(shape: ModelShape, cluster: Cluster, base: RunCandidate, own: int) -
                 batch = replace(base, micro_batch=micro, accumulation=own // micro, chunks=chunks)
                 splits = 1 < base.pipe <= batch.accumulation and chunks == 1
                 for one in (batch, replace(batch, zero_bubble=True)) if splits else (batch,):
-                    yield one
+                    yield from _experts(shape, one)
                     for stage in (1, 2, 3) if replicas > 1 else (1,):
                         for shard in (replicas, *hybrid):
-                            yield replace(one, stage=stage, shard=shard)
+                            yield from _experts(shape, replace(one, stage=stage, shard=shard))
         micro *= 2
+
+
+def _experts(shape: ModelShape, candidate: RunCandidate) -> Iterator[RunCandidate]:
+    """Yield ``candidate`` with its experts on each rank, and spread over ranks in all ways that fit."""
+    if shape.experts == 1:
+        yield candidate
+        return
+    for degree in expert_degrees(shape.experts, candidate):
+        yield replace(candidate, expert=degree)
+
+
+def expert_degrees(experts: int, candidate: RunCandidate) -> list[int]:
+    """Return the numbers of ranks over which ``experts`` of a block can be spread: see distributed/topology.py.
+
+    They are whole tensor groups, and cut the ranks that divide the states evenly, or fill these groups.
+    """
+    c = candidate
+    found = [c.tensor * places for places in _divisors(c.replicas) if not (c.divided % places and places % c.divided)]
+    return sorted({1, *(degree for degree in found if experts % degree == 0)})
 
 
 def _chunks(shape: ModelShape, pipe: int, micro_batches: int) -> list[int]:

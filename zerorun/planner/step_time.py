@@ -13,18 +13,19 @@ multiprocessors: ``interference`` of it. Stages 0 to 2 are the same recurrence w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log2
 
 from ..pipeline.schedule.schedules import make_schedule
 from ..pipeline.schedule.simulate import Report, simulate
 from ..pipeline.schedule.times import Times
+from .block_time import BlockModel, BlockTimes
 from .calibration import Calibration
-from .candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration, RunCandidate
+from .candidate import GATHERS, REDUCTIONS, KernelGeneration, RunCandidate
 from .footprint import layers_of_stages
 from .hardware import Cluster
-from .kernels import KernelModel, Work
+from .kernels import KernelModel
 from .links import NETWORK, NVLINK, RankGroup, all_reduce_seconds, gather_seconds
 from .model_shape import ModelShape
 
@@ -54,17 +55,16 @@ class StepTime:
 
 
 @dataclass(frozen=True)
-class BlockTimes:
-    """Seconds of a block for a micro-batch. ``forward``, ``backward``: with everything; ``on_gpu``: without the host."""
+class RankFamily:
+    """``numel`` parameters on a rank: ``every`` sums their gradients, ``shards`` divide their states.
 
-    forward: float
-    backward: float
-    on_gpu: float
-    work: tuple[Work, Work]
+    ``copies``: the ranks that have the same part of their states.
+    """
 
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
+    numel: float
+    every: RankGroup
+    shards: RankGroup
+    copies: RankGroup
 
 
 class StepModel:
@@ -73,9 +73,9 @@ class StepModel:
     def __init__(self, shape: ModelShape, candidate: RunCandidate, cluster: Cluster, calibration: Calibration) -> None:
         self.shape, self.candidate, self.cluster = shape, candidate, cluster
         self.constants, self.calibration = calibration.constants, calibration
-        self.element = 4 if candidate.precision == "fp32" else 2  # bytes of a weight or an activation where it is sent
         efficiency = calibration.efficiency(cluster.gpu, candidate.kernels)
         self.kernels = KernelModel(cluster.gpu, candidate.kernels, efficiency, self.constants)
+        self.blocks = BlockModel(candidate, cluster, self.kernels, self.constants)
 
     def step(self) -> StepTime:
         """Return the step in closed form, with blocks divided as evenly as they can be."""
@@ -90,7 +90,8 @@ class StepModel:
             "matrix products": micro * (blocks * work.products + (head[0].products + head[1].products) / c.pipe),
             "attention": micro * blocks * work.attention,
             "device memory": micro * (blocks * work.traffic + (head[0].traffic + head[1].traffic) / c.pipe),
-            "tensor ranks": micro * blocks * (block.on_gpu - work.seconds),
+            "tensor ranks": micro * blocks * (block.on_gpu - work.seconds - block.rows),
+            "rows to experts": micro * blocks * block.rows,
             "host": micro * blocks * (block.seconds - block.on_gpu),
             "messages of stages": micro * boundary,
             "pipeline bubble": (c.pipe - 1) * (mean + exposed + boundary - self._filled(mean)) / c.chunks + micro * slower,
@@ -155,42 +156,14 @@ class StepModel:
 
     @cached_property
     def block(self) -> BlockTimes:
-        c, constants = self.candidate, self.constants
-        forward, backward = self.kernels.block(self.shape, c)
-        whole = {"full": 1.0, "every_n": 0.5}.get(c.checkpointing, 0.0)  # blocks that run again, collectives and all
-        if c.checkpointing == "selective" and c.kernels is KernelGeneration.UNFUSED:
-            backward = backward + Work(attention=forward.attention)
-        else:
-            backward = backward + forward.times(constants.selective if c.checkpointing == "selective" else whole)
-        sent = self.tensor_seconds() * (constants.exposed if TENSOR in c.hides else 1.0)
-        on_gpu = forward.seconds + sent, backward.seconds + sent * (1 + whole) + self._context_seconds(forward, backward)
-        host = self._host_seconds()
-        times = max(on_gpu[0], host / 3), max(on_gpu[1], host * (2 + whole) / 3)
-        return BlockTimes(*times, sum(on_gpu), (forward, backward))
-
-    def _host_seconds(self) -> float:
-        c, constants = self.candidate, self.constants
-        fused = c.kernels is KernelGeneration.FUSED
-        found = constants.host * (0.5 if fused else 1.0) * (2 if c.tensor > 1 else 1)
-        if c.pipe > 1 and c.tensor > 1 and self.cluster.nodes > 1 and TENSOR in c.hides and not fused:
-            found = max(found, constants.contention * c.tensor)
+        """That of a block, in the mean of all kinds."""
+        first, *others = self.shape.kinds
+        found = self.blocks.of(first)
+        if others:
+            found = found.times(first.layers / self.shape.layers)
+        for kind in others:
+            found += self.blocks.of(kind).times(kind.layers / self.shape.layers)
         return found
-
-    def tensor_seconds(self) -> float:
-        """Return the seconds of the collectives of tensor ranks in one forward of a block."""
-        c = self.candidate
-        nbytes, group = c.tokens * self.shape.hidden * self.element, self.group(c.tensor, 1)
-        if c.sequence_parallel:
-            return 4 * gather_seconds(self.cluster, group, nbytes)
-        return 2 * all_reduce_seconds(self.cluster, group, nbytes)
-
-    def _context_seconds(self, forward: Work, backward: Work) -> float:
-        """Return what is not hidden of the keys and values that go round the ranks of a sequence, beside attention."""
-        c = self.candidate
-        keys = max(self.shape.kv_heads // c.tensor, 1) * self.shape.head_dim
-        nbytes = 2 * c.micro_batch * c.sequence * keys * self.element
-        one = gather_seconds(self.cluster, self.group(c.context, c.tensor), nbytes)
-        return max(0.0, one - forward.attention) + max(0.0, 2 * one - backward.attention)
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -213,7 +186,7 @@ class StepModel:
         if c.pipe == 1:
             return 0.0
         divided = c.tensor if c.sequence_parallel or c.kernels is not KernelGeneration.FLASH else 1
-        nbytes = c.tokens * self.shape.hidden * self.element / divided
+        nbytes = c.tokens * self.shape.hidden * self.candidate.element / divided
         near = 2 * c.world // c.pipe <= cluster.per_node
         rate = cluster.gpu.nvlink * NVLINK if near else cluster.nics / cluster.per_node * NETWORK
         return self.constants.sent * 2 * c.chunks * (nbytes / rate + _MESSAGE)
@@ -228,9 +201,23 @@ class StepModel:
     def shard_group(self) -> RankGroup:
         return self.group(self.candidate.shard, self.candidate.tensor * self.candidate.context)
 
-    @property
-    def _block_numel(self) -> float:
-        return self.shape.block_weights / self.candidate.tensor
+    @cached_property
+    def families(self) -> tuple[RankFamily, ...]:
+        """The parameters of a block by the ranks that divide them: the rest, and experts that are spread."""
+        c, shape, cluster = self.candidate, self.shape, self.cluster
+        part = 1 - shape.dense_layers / shape.layers
+        experts = part * shape.expert_weights
+        whole = sum(kind.layers / shape.layers * kind.block_weights for kind in shape.kinds)
+        every = self.group(c.replicas, c.tensor)
+        copies = self.group(c.replicas // c.shard, c.tensor * c.context * c.shard)
+        rest = RankFamily((whole - (experts if c.expert > 1 else 0)) / c.tensor, every, self.shard_group, copies)
+        if c.expert == 1 or not experts:
+            return (rest,)
+        shard = c.expert_divided if c.stage else 1
+        count, stride = c.replicas // c.places, c.tensor * c.places
+        over = [RankGroup.of(cluster, count, stride), RankGroup.of(cluster, shard, stride)]
+        over.append(RankGroup.of(cluster, count // shard, stride * shard))
+        return rest, RankFamily(experts / c.expert, *over)
 
     @property
     def _outside_numel(self) -> float:
@@ -238,29 +225,30 @@ class StepModel:
         one = self.shape.vocab * self.shape.hidden / self.candidate.tensor
         return one if self.shape.tied or self.candidate.pipe > 1 else 2 * one
 
-    def _reduction(self, numel: float, pieces: float = 1) -> float:
-        c, cluster = self.candidate, self.cluster
-        nbytes = numel * c.wire_bytes
-        if c.stage == 0 or c.shard == 1:
-            return all_reduce_seconds(cluster, self.group(c.data * c.context, c.tensor), nbytes)
-        copies = self.group(c.data * c.context // c.shard, c.tensor * c.context * c.shard)
-        over_shards = pieces * gather_seconds(cluster, self.shard_group, nbytes / pieces)
-        return over_shards + all_reduce_seconds(cluster, copies, nbytes / c.shard)
+    def _reduction(self, family: RankFamily, pieces: float = 1) -> float:
+        c, cluster, nbytes = self.candidate, self.cluster, family.numel * self.candidate.wire_bytes
+        shard = family.shards.size
+        if c.stage == 0 or shard == 1:
+            return all_reduce_seconds(cluster, family.every, nbytes)
+        over_shards = pieces * gather_seconds(cluster, family.shards, nbytes / pieces)
+        return over_shards + all_reduce_seconds(cluster, family.copies, nbytes / shard)
 
-    def _gather(self, numel: float, pieces: float = 1) -> float:
+    def _gather(self, family: RankFamily, pieces: float = 1) -> float:
         if self.candidate.stage == 0:
             return 0.0
-        return pieces * gather_seconds(self.cluster, self.shard_group, numel * self.element / pieces)
+        return pieces * gather_seconds(self.cluster, family.shards, family.numel * self.candidate.element / pieces)
+
+    @cached_property
+    def _outside(self) -> RankFamily:
+        return replace(self.families[0], numel=self._outside_numel)
 
     @cached_property
     def _collectives(self) -> tuple[float, float]:
         """Seconds of the gather and of the reduction of a block."""
         c = self.candidate
         pieces = self.constants.pieces if c.stage == 1 and GATHERS not in c.hides else 1
-        return self._gather(self._block_numel, pieces), self._reduction(self._block_numel, pieces)
-
-    def _exposed(self, compute: float, sent: float) -> float:
-        return max(0.0, sent - compute) + self.constants.interference * min(sent, compute)
+        gathers = sum(self._gather(family, pieces) for family in self.families)
+        return gathers, sum(self._reduction(family, pieces) for family in self.families)
 
     @property
     def exposed_in_micro_batch(self) -> float:
@@ -269,9 +257,9 @@ class StepModel:
         gather, reduction = self._collectives
         reduced = 0.0 if c.reduces_once else reduction
         if c.stage == 3:
-            inside = self._exposed(block.forward, gather) + self._exposed(block.backward, gather + reduced)
+            inside = self.blocks.exposed(block.forward, gather) + self.blocks.exposed(block.backward, gather + reduced)
             return blocks * inside + gather + reduced
-        return blocks * self._exposed(block.backward, reduced) + reduced if c.stage == 2 else 0.0
+        return blocks * self.blocks.exposed(block.backward, reduced) + reduced if c.stage == 2 else 0.0
 
     @property
     def exposed_in_step(self) -> float:
@@ -279,26 +267,27 @@ class StepModel:
         c, block, blocks = self.candidate, self.block, -(-self.shape.layers // self.candidate.pipe)
         gather, reduction = self._collectives
         once = c.stage < 2 or c.reduces_once
-        found = self._reduction(self._outside_numel) * (1 if once else c.accumulation) + self._gather(self._outside_numel)
+        found = self._reduction(self._outside) * (1 if once else c.accumulation) + self._gather(self._outside)
         if once:
             sent = blocks * reduction
-            found += self._exposed(blocks * block.backward, sent) if REDUCTIONS in c.hides else sent
+            found += self.blocks.exposed(blocks * block.backward, sent) if REDUCTIONS in c.hides else sent
         if c.stage in (1, 2):
             sent = blocks * gather
-            found += self._exposed(blocks * block.forward, sent) if GATHERS in c.hides else sent
+            found += self.blocks.exposed(blocks * block.forward, sent) if GATHERS in c.hides else sent
         return found
 
     def update_seconds(self) -> float:
         """Return the seconds of the optimizer's step, on the device or in host memory."""
         c, cluster = self.candidate, self.cluster
-        numel = -(-self.shape.layers // c.pipe) * self._block_numel + self._outside_numel
-        own = numel / (c.shard if c.stage else 1)
+        blocks = -(-self.shape.layers // c.pipe)
+        own = (blocks * self.families[0].numel + self._outside_numel) / (c.shard if c.stage else 1)
+        own += sum(blocks * family.numel / (family.shards.size if c.stage else 1) for family in self.families[1:])
         if self.calibration.update and (cluster.gpu.is_host or not c.offload_optimizer):
             return own * self.calibration.update
         if not c.offload_optimizer:
             return own * (_FUSED_UPDATE if c.kernels is KernelGeneration.FUSED else _UPDATE) / self.kernels.bandwidth
         in_node = own * min(cluster.per_node, cluster.gpus)
-        copied = own * (c.wire_bytes + self.element) / cluster.gpu.host_link
+        copied = own * (c.wire_bytes + self.candidate.element) / cluster.gpu.host_link
         return in_node * _HOST_UPDATE / (_OF_HOST * cluster.host_bandwidth) + copied
 
 
