@@ -181,10 +181,19 @@ def _noting(seen: list[str]) -> Iterator[None]:
         own = steps(self, args, kwargs)
         next(own)
         yield
+        layers = [layer for layer in self._own.__self__.modules() if isinstance(layer, torch.nn.Linear)]  # type: ignore
+        hook = layers[0].register_forward_hook(lambda layer, given, out: note_backward(out, "begins"))
         seen.append("begin shared")
         made = result_of(own)
         seen.append("end shared")
+        hook.remove()
+        note_backward(made, "ends")
         return made
+
+    def note_backward(made: torch.Tensor, what: str) -> None:
+        """Of the shared experts' first layer, and of what they return."""
+        if made.requires_grad:
+            made.register_hook(lambda grad: seen.append(f"backward of where shared {what}"))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transport, "all_to_all", noted_exchange)
@@ -219,6 +228,9 @@ def test_rows_travel_beside_shared_experts(way: str, family: str, stage: int) ->
     """Exchanges begin before shared experts, or their half, and are waited for after: with the same bits."""
     there, back = "experts: dispatch forward", "experts: combine forward"
     layer = [f"begin {there}", "begin shared", f"end {there}", f"begin {back}", "end shared", f"end {back}"]
+    back, there = back.replace("forward", "backward"), there.replace("forward", "backward")
+    in_reverse = [f"begin {back}", "backward of where shared ends", f"end {back}"]
+    in_reverse += [f"begin {there}", "backward of where shared begins", f"end {there}"]
     config = config_of(stage, 2)
     wanted = reference(family, 2, config, {})
     for found, other, seen in run_ranks(2, _train_beside, family, config, way, timeout_s=120.0):
@@ -227,6 +239,8 @@ def test_rows_travel_beside_shared_experts(way: str, family: str, stage: int) ->
         assert all(torch.equal(value, other.weights[name]) for name, value in found.weights.items())
         forward = [event for event in seen if "counts" not in event and "backward" not in event]
         assert forward == layer * (len(forward) // 6) and len(forward) == 6 * STEPS * len(found.loads[0])
+        backward = [event for event in seen if "backward" in event]
+        assert backward == in_reverse * (len(backward) // 6) and len(backward) == len(forward)
 
 
 # -- pipelines ---------------------------------------------------------------------------------------------------
