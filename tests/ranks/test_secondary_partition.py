@@ -168,6 +168,12 @@ def test_it_has_no_races(place: str) -> None:
         assert not races, "\n".join(races)
 
 
+def test_an_edit_behind_an_evaluation_has_no_races() -> None:
+    """Shards in host memory go up to make the second copy, and are written to when that has been done."""
+    for races in run_ranks(4, test_simulated_device.look_at_an_edit, hpz(precision="bf16", overlap_comm=True, **OFFLOADED)):
+        assert not races, "\n".join(races)
+
+
 def writes(folder: str) -> list[tuple[bool, int, int]]:
     """After each kind of write: (whether evaluation sees what ``state_dict`` has, how many second copies are made then, and
     in an evaluation after that)."""
