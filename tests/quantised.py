@@ -135,12 +135,15 @@ KINDS: dict[str, Callable[[torch.Tensor], nn.Module]] = {
 SHARDED = [kind for kind in KINDS if kind != "transposed wrapper"]
 
 
-def build(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Module:
-    """A LoRA GPT whose frozen layers are of ``kind``, quantised from weights in ``dtype``."""
+def build(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0, times: int = 1) -> nn.Module:
+    """A LoRA GPT whose frozen layers are of ``kind``, quantised from weights in ``dtype``.
+
+    ``times``: how many times the rows of these layers there are; with more than 1 nothing can be computed.
+    """
     module = reset(Lora(), seed)
     for layer in module.modules():
         if isinstance(layer, LoraLinear):
-            layer.base = KINDS[kind](layer.base.weight.detach().to(dtype))
+            layer.base = KINDS[kind](layer.base.weight.detach().to(dtype).repeat(times, 1))
     return module
 
 
