@@ -766,6 +766,14 @@ MUTANTS = (
         ("tests/unit/test_footprint.py::test_the_ledger_is_that_of_the_estimate",),
     ),
     Mutant(
+        "a-range-that-ends-where-the-fit-does",
+        "bound",
+        "zerorun/planner/calibration.py",
+        "        if nodes > max(most for most, _ in measured):",
+        "        if nodes < 0:",
+        ("tests/unit/test_planner.py::test_nine_of_ten_runs_are_in_their_range",),
+    ),
+    Mutant(
         "experts-with-the-rest",
         "bytes",
         "zerorun/planner/states_at_rest.py",

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
@@ -99,6 +100,21 @@ class Fit:
         return replace(calibration, efficiencies=moved)
 
 
+def ratios(runs: Sequence[PublishedRun], calibration: Calibration) -> dict[str, list[tuple[int, float]]]:
+    """Return for each run its nodes and its measured speed in terms of the predicted one, by the name of its efficiency."""
+    found = defaultdict(list)
+    for run in runs:
+        ratio = round(math.exp(-log_error(run, calibration)), 3)
+        found[key_of(run.cluster.gpu, run.candidate.kernels)].append((run.cluster.nodes, ratio))
+    return {key: sorted(found[key]) for key in sorted(found)}
+
+
+def mixtures(runs: Sequence[PublishedRun], calibration: Calibration) -> tuple[float, float]:
+    """Return the least and the most of the same numbers, of runs of experts, which are too few to fit."""
+    found = [round(math.exp(-log_error(run, calibration)), 3) for run in runs]
+    return min(found), max(found)
+
+
 def report(runs: Sequence[PublishedRun], cells: dict[str, list[PublishedRun]], of: Callable[[str], Calibration]) -> None:
     """Print errors by group. ``of``: the calibration for a group."""
     groups = defaultdict(list)
@@ -160,8 +176,11 @@ def main() -> None:
             "median": round(quantile(errors, 0.5), 4),
             "p90": round(quantile(errors, 0.9), 4),
             "held_out": [round(error, 4) for error in held_out],
+            "ratios": ratios(runs, found),
+            "mixtures": mixtures([run for run in known if run.shape.experts > 1], found),
         }
-        PATH.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        text = re.sub(r"\[\s+([^\[\]]+?),\s+([^\[\]]+?)\s+\]", r"[\1, \2]", json.dumps(data, indent=2))
+        PATH.write_text(text + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

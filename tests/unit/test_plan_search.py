@@ -172,6 +172,7 @@ def test_a_planned_mixture_is_trained(tmp_path: Path) -> None:
     path.write_text(json.dumps({**MIXTRAL, "num_hidden_layers": 4}))
     plan = zerorun.plan_run(path, "2xH100", {"batch": 4})
     assert plan.best.candidate.expert == 2 and "experts over 2" in "\n".join(plan.page())
+    assert not plan.calibrated and plan.spread[0] < 0.6 and plan.spread[1] > 2  # of four runs that nothing was fitted to
     config = {key: value for key, value in plan.config.items() if key != "checkpoint"}
     assert all(0 < loss < 20 for loss in run_ranks(2, train_mixture, config))
 

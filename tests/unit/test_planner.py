@@ -78,6 +78,29 @@ def test_the_fit_has_few_numbers() -> None:
     assert not fitted().has(GPUS["L40S"], KernelGeneration.FLASH)  # nobody published a run that could be used
 
 
+def test_nine_of_ten_runs_are_in_their_range() -> None:
+    """By generations of kernels, on one node and on several; and where nothing was measured, the range is wider."""
+    calibration, inside = fitted(), []
+    for key, found in calibration.ratios.items():
+        family, generation = key.split("/")
+        gpu, kernels = next(gpu for gpu in GPUS.values() if gpu.family == family), KernelGeneration(generation)
+        for nodes, ratio in found:
+            low, high = calibration.spread(gpu, kernels, nodes)
+            assert 0.6 < low < 1 < high < 1.4
+            inside.append((generation, nodes > 1, low <= ratio <= high))
+    assert len(inside) == 189
+    for kind in {(generation, several) for generation, several, _ in inside}:
+        own = [found for generation, several, found in inside if (generation, several) == kind]
+        assert sum(own) >= 0.9 * len(own) or len(own) < 20, kind
+    assert sum(found for *_, found in inside) >= 0.9 * len(inside)
+    near, far, unknown = (
+        calibration.spread(GPUS[name], KernelGeneration.FLASH, nodes)
+        for name, nodes in (("H100", 8), ("H100", 4096), ("L40S", 8))
+    )
+    assert far[0] < near[0] and far[1] > near[1]
+    assert unknown == (1 - calibration.held_out[1], 1 + calibration.held_out[1])
+
+
 def test_the_command_writes_predictions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "predicted.csv"
     assert cli.main(["--predict", str(RUNS), "--out", str(out)]) == 0

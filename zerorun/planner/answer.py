@@ -65,14 +65,15 @@ class RunPlan:
 
     @property
     def calibrated(self) -> bool:
-        """True if runs with such kernels on such GPUs were fitted."""
-        return self.calibration.has(self.cluster.gpu, self.goal.kernels)
+        """True if runs with such kernels on such GPUs were fitted, which none of mixtures was."""
+        return self.shape.experts == 1 and self.calibration.has(self.cluster.gpu, self.goal.kernels)
 
     @property
     def spread(self) -> tuple[float, float]:
-        """By what factors a measured speed may differ: 9 of 10 runs did not by more."""
-        error = self.calibration.p90 if self.calibrated else self.calibration.held_out[1]
-        return 1 - error, 1 + error
+        """By what factors a measured speed may differ: 9 of 10 runs did not by more, and no run of mixtures did."""
+        if self.shape.experts > 1:
+            return self.calibration.mixtures
+        return self.calibration.spread(self.cluster.gpu, self.goal.kernels, self.cluster.nodes)
 
     @property
     def tokens_per_second(self) -> float:
@@ -149,7 +150,9 @@ class RunPlan:
         yield f"  a step of {best.candidate.batch:,} x {goal.sequence:,} tokens takes {best.step.seconds:.3g} s"
         yield f"  {speed:,.0f} tokens/s and GPU ({speed * low:,.0f} to {speed * high:,.0f}), MFU {self.mfu:.1%}"
         if not self.calibrated:
-            yield f"  not calibrated: there is no published run with {goal.kernels.value} kernels on {cluster.gpu.name}"
+            lacking = f"is no published run with {goal.kernels.value} kernels on {cluster.gpu.name}"
+            few = "are too few published runs of mixtures of experts to fit"
+            yield f"  not calibrated: there {few if self.shape.experts > 1 else lacking}"
         if goal.tokens:
             hours = self.seconds / 3600 * cluster.gpus
             price = f", {hours * goal.price:,.0f} at {goal.price:g} a GPU-hour" if goal.price else ""

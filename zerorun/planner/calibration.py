@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 from .candidate import KernelGeneration
 from .hardware import GPUS, LOCAL, Gpu, local_file, local_values
 
+_OUTSIDE = 0.05  # of the runs, on each side of a range
+_ENOUGH = 20  # runs of which a range is said
 _UNKNOWN = 0.8  # the efficiency of kernels of which nothing is known
 PATH = Path(__file__).with_name("calibration.json")
 
@@ -37,7 +40,9 @@ class Calibration:
     """``efficiencies``: of the best matrix product, by GPU and generation of kernels, as "H100/flash".
 
     ``median``, ``p90``: errors of the fit; ``held_out``: the same two with the run's own source left out. ``update``:
-    seconds of the optimizer for each parameter, where they were measured.
+    seconds of the optimizer for each parameter, where they were measured. ``ratios``: of each run that was fitted, by the
+    name of its efficiency, its nodes and the measured speed in terms of the predicted one. ``mixtures``: the least and the
+    most of such numbers of runs of mixtures of experts, which were not fitted.
     """
 
     constants: Constants = Constants()
@@ -46,10 +51,39 @@ class Calibration:
     p90: float = 0.0
     held_out: tuple[float, float] = (0.0, 0.0)
     update: float = 0.0
+    ratios: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    mixtures: tuple[float, float] = (1.0, 1.0)
 
     def has(self, gpu: Gpu, kernels: KernelGeneration) -> bool:
         """True if runs with these kernels on this GPU were fitted."""
         return key_of(gpu, kernels) in self.efficiencies
+
+    @property
+    def unfitted(self) -> tuple[float, float]:
+        """By what factors a speed may differ of which no such run was fitted: as those of sources that were left out."""
+        return 1 - self.held_out[1], 1 + self.held_out[1]
+
+    def spread(self, gpu: Gpu, kernels: KernelGeneration, nodes: int) -> tuple[float, float]:
+        """Return by what factors a measured speed may differ: 9 of 10 runs of this kind did not by more.
+
+        The kind: kernels of a generation, on one node or several; all nodes, or all kernels, if there are few such runs.
+        With more nodes than were measured with such kernels on this GPU, and where there is no run, it is at least what
+        sources were off that were left out of the fit.
+        """
+        unknown = self.unfitted
+        measured = self.ratios.get(key_of(gpu, kernels), ())
+        if not measured:
+            return unknown
+        everything = [one for found in self.ratios.values() for one in found]
+        alike = [one for key, found in self.ratios.items() if key.endswith(f"/{kernels.value}") for one in found]
+        near = [one for one in alike if (one[0] > 1) == (nodes > 1)]
+        chosen = next((runs for runs in (near, alike) if len(runs) >= _ENOUGH), everything)
+        ratios = sorted(ratio for _, ratio in chosen)
+        outside = int(_OUTSIDE * len(ratios))
+        low, high = ratios[outside], ratios[-1 - outside]
+        if nodes > max(most for most, _ in measured):
+            return min(low, unknown[0]), max(high, unknown[1])
+        return low, high
 
     def efficiency(self, gpu: Gpu, kernels: KernelGeneration) -> float:
         """Return the efficiency. Where there is none: that of GPUs with the same cores, of other kernels, of all GPUs."""
@@ -79,7 +113,13 @@ def fitted() -> Calibration:
     """Return the calibration of this version."""
     data = json.loads(PATH.read_text(encoding="utf-8"))
     return Calibration(
-        Constants(**data["constants"]), data["efficiencies"], data["median"], data["p90"], tuple(data["held_out"])
+        Constants(**data["constants"]),
+        data["efficiencies"],
+        data["median"],
+        data["p90"],
+        tuple(data["held_out"]),
+        ratios={key: tuple((nodes, ratio) for nodes, ratio in found) for key, found in data["ratios"].items()},
+        mixtures=tuple(data["mixtures"]),
     )
 
 
@@ -98,6 +138,7 @@ def calibration_of(gpu: Gpu) -> Calibration:
         efficiencies={key: values["efficiency"]},
         p90=fitted().held_out[1],
         update=values["update"],
+        ratios={},
     )
 
 
