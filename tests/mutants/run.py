@@ -214,7 +214,8 @@ def check_day(copy: Copy, mutants: Iterable[Mutant]) -> None:
     for test in collected.output.splitlines():
         by_day |= {test, test.split("[")[0], test.split("::")[0]}
     if missing := [f"{name}: {test}" for test, name in named.items() if test not in by_day]:
-        raise Unusable("\n".join(["these tests are not of the default run:", *missing, collected.output[-2000:]]))
+        why = [collected.output[-2000:]] if collected.status else []
+        raise Unusable("\n".join(["these tests are not of the default run:", *missing, *why]))
 
 
 def check_baseline(copy: Copy, mutants: Iterable[Mutant]) -> None:
