@@ -774,11 +774,19 @@ MUTANTS = (
         ("tests/unit/test_planner.py::test_nine_of_ten_runs_are_in_their_range",),
     ),
     Mutant(
+        "disks-count-as-device",
+        "bytes",
+        "zerorun/planner/footprint.py",
+        "        elsewhere = self.host + self.disk",
+        "        elsewhere = self.host",
+        ("tests/unit/test_plan_search.py::test_parameters_and_disks_are_looked_at_when_nothing_faster_fits",),
+    ),
+    Mutant(
         "experts-with-the-rest",
         "bytes",
         "zerorun/planner/states_at_rest.py",
-        "        _layout(tuple(own), placed.tensor, *((placed.expert, placed.expert_divided) if spread else (1, placed.divided)))",
-        "        _layout(tuple(own), placed.tensor, placed.expert if spread else 1, placed.divided)",
+        "        expert, divided = (placed.expert, placed.expert_divided) if spread else (1, placed.divided)",
+        "        expert, divided = (placed.expert if spread else 1), placed.divided",
         ("tests/unit/test_footprint.py::test_the_ledger_of_a_mixture_is_that_of_the_estimate",),
     ),
     Mutant(

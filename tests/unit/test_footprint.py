@@ -71,6 +71,17 @@ def random_mixture(random: random.Random, kind: str) -> dict[str, Any]:
     return {MIXTURES[kind]: 4, "num_experts_per_tok": 2, **more.get(kind, {})}
 
 
+def random_placement(random: random.Random, stage: int, precision: str, shard: int) -> dict[str, Any]:
+    """Where states and parameters are, and which ranks have a second copy of the weights."""
+    host = stage > 0 and random.random() < 0.4
+    return {
+        "offload_optimizer": host,
+        "offload_params": host and stage == 3 and random.random() < 0.5,
+        "states_on_disk": host and precision != "bf16-pure" and random.random() < 0.4,
+        "second": random.choice([d for d in (1, 2, 4) if shard % d == 0]) if stage == 3 else 1,
+    }
+
+
 def random_candidate(random: random.Random, kind: str, shape: ModelShape) -> RunCandidate:
     tensor = random.choice([1, 1, 2, 4]) if kind in DIVIDED else 1
     pipe = 1 if kind == "gpt2" else random.choice([1, 1, 2, 3])
@@ -78,14 +89,15 @@ def random_candidate(random: random.Random, kind: str, shape: ModelShape) -> Run
         pipe = 1
     data, stage = random.choice([1, 2, 3, 4, 8, 64]), random.randint(0, 3)
     shard = random.choice([d for d in (1, 2, 4, 8, 64, data) if data % d == 0 and d <= data]) if stage else 1
+    precision = random.choice(["bf16", "bf16", "fp32", "bf16-pure", "fp16"])
     found = RunCandidate(
         data=data,
         tensor=tensor,
         pipe=pipe,
         stage=stage,
         shard=shard,
-        precision=random.choice(["bf16", "bf16", "fp32", "bf16-pure", "fp16"]),
-        offload_optimizer=stage > 0 and random.random() < 0.3,
+        precision=precision,
+        **random_placement(random, stage, precision, shard),
         accumulation=random.choice([1, 4]),
         sequence_parallel=tensor > 1 and kind not in MIXTURES and random.random() < 0.5,
     )

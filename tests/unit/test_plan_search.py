@@ -22,15 +22,15 @@ from zerorun.errors import ConfigError, DoesNotFitError
 from zerorun.pipeline import cli as schedule
 from zerorun.plan.make import planned_topology
 from zerorun.planner import cli
-from zerorun.planner.calibration import calibration_of
-from zerorun.planner.candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration, candidate_config
-from zerorun.planner.footprint import CONTEXT, footprints
+from zerorun.planner.calibration import calibration_of, fitted
+from zerorun.planner.candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration, RunCandidate, candidate_config
+from zerorun.planner.footprint import CONTEXT, footprint, footprints
 from zerorun.planner.hardware import GB, cluster_of
 from zerorun.planner.model_configs import shape_of
 from zerorun.planner.model_shape import ModelShape
 from zerorun.planner.picture import step_picture
 from zerorun.planner.search import Goal, Timed, fits, fitting, least_gpus, search
-from zerorun.planner.step_time import StepTime, step_time
+from zerorun.planner.step_time import StepModel, StepTime, step_time
 
 # OLMo 1B and 7B (arXiv:2402.00838), Llama 2 70B's shape, Falcon 40B (arXiv:2311.16867), Llama 3.1 405B, and one of 10B.
 OLMO_1B = ModelShape(16, 2048, 16, 16, 128, 8192, 3, 50304, True, gains=0, final_gains=0)
@@ -186,6 +186,34 @@ def train_mixture(config: dict[str, Any]) -> float:
         engine.backward(loss)
         engine.step()
     return float(loss)
+
+
+def test_parameters_and_disks_are_looked_at_when_nothing_faster_fits() -> None:
+    """7B on two GPUs of 24 GB: its states are 12 bytes for each parameter, and on disks where they do not fit elsewhere."""
+    goal, small = Goal(2048, 8), replace(cluster_of("2xRTX4090"), host_memory=100e9)
+    with pytest.raises(DoesNotFitError):
+        search(OLMO_7B, small, goal)
+    on_disk = search(OLMO_7B, replace(small, disk=6 * GB), goal)
+    assert all(one.candidate.states_on_disk and one.memory.disk > 5.9 * OLMO_7B.parameters for one in on_disk)
+    slower = search(OLMO_7B, replace(small, disk=3 * GB), goal)
+    assert slower[0].step.causes["update"] == pytest.approx(24 * OLMO_7B.parameters / (3 * GB), rel=0.2)
+    in_host = search(OLMO_7B, replace(small, host_memory=400e9, disk=6 * GB), goal)
+    assert not any(one.candidate.states_on_disk for one in in_host)
+    assert in_host[0].step.seconds < on_disk[0].step.seconds
+    assert load_config(candidate_config(on_disk[0].candidate)).zero_optimization.offload_optimizer.device == "nvme"
+    tight = replace(small, host_memory=400e9, gpu=replace(small.gpu, memory=16e9))
+    assert {one.candidate.offload_params for one in search(OLMO_7B, tight, goal)} == {True}
+
+
+def test_second_copies_of_weights_keep_gathers_inside_nodes() -> None:
+    cluster, base = cluster_of("64xH100"), RunCandidate(64, stage=3, shard=64)
+    near, far = (StepModel(OLMO_70B, replace(base, second=second), cluster, fitted()) for second in (8, 1))
+    assert near.exposed_in_micro_batch < far.exposed_in_micro_batch
+    assert near.exposed_in_step > far.exposed_in_step  # each copy is brought up to date once in a step
+    memory = [footprint(OLMO_7B, model.candidate).kinds["parameters"] for model in (near, far)]
+    assert memory[0] == pytest.approx(memory[1] + 2 * OLMO_7B.layers * OLMO_7B.block_weights / 8, rel=0.01)
+    found = [one for one, _ in fitting(OLMO_7B, cluster_of("16xH100"), Goal(2048, 64))]
+    assert {one.second * one.tensor for one in found if one.second > 1} == {8}  # a node
 
 
 def test_what_does_not_fit_is_told() -> None:

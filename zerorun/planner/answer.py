@@ -208,7 +208,9 @@ def named(candidate: RunCandidate) -> str:
     parts += [f"{c.pipe} stages{kind}" if c.pipe > 1 else ""]
     parts += [f"{c.data} replicas", f"micro-batch {c.micro_batch} x {c.accumulation}"]
     parts += [f"{c.checkpointing} checkpointing" if c.checkpointing != "none" else ""]
-    parts += ["optimizer in host memory" if c.offload_optimizer else ""]
+    parts += [f"second copies on {c.second}" if c.second > 1 else ""]
+    place = "on disks" if c.states_on_disk else "in host memory"
+    parts += [f"optimizer {place}" if c.offload_optimizer else "", "parameters in host memory" if c.offload_params else ""]
     return ", ".join(part for part in parts if part)
 
 
@@ -278,7 +280,18 @@ def _different(found: Sequence[Timed]) -> Iterator[Timed]:
     seen: set[tuple[Any, ...]] = set()
     for one in found:
         c = one.candidate
-        kind = (c.tensor, c.pipe, c.context, c.expert, c.stage, c.shard, c.offload_optimizer)
+        kind = (
+            c.tensor,
+            c.pipe,
+            c.context,
+            c.expert,
+            c.stage,
+            c.shard,
+            c.second,
+            c.offload_optimizer,
+            c.offload_params,
+            c.states_on_disk,
+        )
         if kind not in seen and 0 < len(seen) <= _NEXT:
             yield one
         seen.add(kind)
@@ -361,6 +374,9 @@ def compared(path: str | Path, plan: RunPlan) -> Timed:
         accumulation=config.gradient_accumulation_steps or max(1, batch // (micro * data)),
         checkpointing=config.activation_checkpointing.policy,
         offload_optimizer=not zero.offload_optimizer.is_off(),
+        offload_params=not zero.offload_param.is_off(),
+        states_on_disk=zero.offload_optimizer.device == "nvme",
+        second=zero.zero_hpz_partition_size if zero.stage == 3 else 1,
         precision="bf16-pure" if pure else "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32",
         sequence_parallel=tensor > 1 and config.tensor_parallel.sequence_parallel,
         kernels=KernelGeneration.FUSED if config.compile.enabled else plan.goal.kernels,

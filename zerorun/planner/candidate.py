@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+DISK = "/local_nvme"  # the folder of a node's disks that configurations name
 # What a runtime hides behind the computation.
 REDUCTIONS, GATHERS, TENSOR = "reductions", "gathers", "tensor"
 
@@ -27,7 +28,9 @@ class RunCandidate:
     ``checkpointing``: none, selective, every_n (every second block) or full. ``precision``: fp32, bf16, fp16, bf16-pure,
     fp8 or mxfp8. ``sequence_parallel``: tensor ranks divide rows between the layers that they divide. ``wire_bytes``: of a
     gradient where it is reduced. ``reduces_once``: at stages 2 and 3 gradients are reduced once in a step, not for each
-    micro-batch. ``hides``: what goes on behind the computation. ``narrow_experts``: experts compute in fp8, too.
+    micro-batch. With ``offload_optimizer``: ``offload_params``: shards of stage 3 are in host memory, too;
+    ``states_on_disk``: master and moments are in files. ``second``: ranks that share a second copy of the weights, if they
+    are several (hpZ). ``hides``: what goes on behind the computation. ``narrow_experts``: experts compute in fp8, too.
     """
 
     data: int
@@ -44,6 +47,9 @@ class RunCandidate:
     accumulation: int = 1
     checkpointing: str = "none"
     offload_optimizer: bool = False
+    offload_params: bool = False
+    states_on_disk: bool = False
+    second: int = 1
     precision: str = "bf16"
     sequence_parallel: bool = False
     kernels: KernelGeneration = KernelGeneration.FLASH
@@ -105,7 +111,12 @@ def candidate_config(candidate: RunCandidate) -> dict[str, object]:
     if c.stage and c.shard != c.replicas:
         zero["shard_degree"] = c.shard
     if c.offload_optimizer:
-        zero["offload_optimizer"] = {"device": "cpu"}
+        there: dict[str, object] = {"device": "nvme", "nvme_path": DISK} if c.states_on_disk else {"device": "cpu"}
+        zero["offload_optimizer"] = there
+    if c.offload_params:
+        zero["offload_param"] = {"device": "cpu"}
+    if c.second > 1:
+        zero["zero_hpz_partition_size"] = c.second
     config: dict[str, object] = {
         "train_micro_batch_size_per_gpu": c.micro_batch,
         "gradient_accumulation_steps": c.accumulation,

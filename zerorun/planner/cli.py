@@ -7,6 +7,7 @@ import csv
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from zerorun.log import command_parser, counted, in_bytes, positive, run_command
 from .answer import RunPlan, compared, named, plan_run
 from .calibration import fitted
 from .candidate import KernelGeneration
-from .hardware import cluster_of
+from .hardware import GB, cluster_of
 from .published import published_runs
 from .search import Goal, fits
 
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--precision", choices=_PRECISIONS, default="bf16", help="of weights and activations (default: bf16)")
     add("--compile", action="store_true", help="blocks are compiled")
     add("--no-offload", action="store_true", help="keep optimizer states on the GPUs")
+    add("--disk", type=float, default=0.0, metavar="GBS", help="gigabytes per second of a node's disks, for states")
     add("--nics", type=float, metavar="GBPS", help="gigabits per second of all network cards of a node")
     add("--gpus-per-node", type=positive, default=8, metavar="N", help="default: 8")
     add("--days", type=float, default=0.0, metavar="N", help="say how many GPUs are done with --tokens in so many days")
@@ -90,7 +92,8 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
         days=args.days,
         failure_hours=args.failure_hours,
     )
-    plan = plan_run(args.model, cluster_of(args.gpus, nics_gbps=args.nics, per_node=args.gpus_per_node), goal)
+    cluster = cluster_of(args.gpus, nics_gbps=args.nics, per_node=args.gpus_per_node)
+    plan = plan_run(args.model, replace(cluster, disk=args.disk * GB), goal)
     if args.write:
         Path(args.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
     if args.picture:

@@ -41,9 +41,14 @@ class Footprint:
         return sum(size for kind, size in self.kinds.items() if kind.startswith("host"))
 
     @property
+    def disk(self) -> int:
+        return sum(size for kind, size in self.kinds.items() if kind.startswith("disk"))
+
+    @property
     def device(self) -> int:
         """The device's peak in a step, without what CUDA and NCCL take."""
-        return sum(self.kinds.values()) - self.host + self.made + self.activations
+        elsewhere = self.host + self.disk
+        return sum(self.kinds.values()) - elsewhere + self.made + self.activations
 
     @property
     def needed(self) -> float:

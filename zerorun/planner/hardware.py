@@ -87,6 +87,7 @@ class Cluster:
     """``gpus`` GPUs of one kind, ``per_node`` of them in a node. ``nics``: bytes per second of a node's cards, one way.
 
     ``host_memory``: bytes of a node. ``host_bandwidth``: bytes per second at which its processors read and write.
+    ``disk``: bytes per second that its disks read and write in all; 0 if there are none to keep states on.
     """
 
     gpu: Gpu
@@ -95,6 +96,7 @@ class Cluster:
     nics: float = 400 * GB
     host_memory: float = 2e12
     host_bandwidth: float = 145 * GB
+    disk: float = 0.0
 
     @property
     def nodes(self) -> int:

@@ -2,7 +2,8 @@
 
 [Note: dominance]
 At equal degrees and micro-batches, keeping activations is never slower than computing them again, and states on the device
-are never slower than states in host memory. So the first of these that fits is the only one to be timed.
+are never slower than states in host memory, which are never slower than with parameters there or states on disks. So the
+first of these that fits is the only one to be timed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _ORDER, _COMPILED_ORDER = ("none", "selective", "full"), ("none", "every_n", "fu
 class Goal:
     """What the run should be. ``batch``: sequences of a step; 0: about 4 million tokens, a multiple of the GPUs.
 
-    ``precision``, ``kernels``, ``hides``: as of a RunCandidate. ``offload``: optimizer states may be in host memory.
+    ``precision``, ``kernels``, ``hides``: as of a RunCandidate. ``offload``: optimizer states may be in host memory, and
+    ``offload_params``: parameters of stage 3, too.
     ``tokens``: of the whole run, 0 if not known. ``price``: of a GPU-hour. ``days``: the deadline, 0 for none.
     ``failure_hours``: GPU-hours between failures; Llama 3 had 466 in 54 days on 16,384 GPUs.
     """
@@ -41,6 +43,7 @@ class Goal:
     kernels: KernelGeneration = KernelGeneration.FLASH
     hides: frozenset[str] = frozenset((REDUCTIONS, GATHERS))
     offload: bool = True
+    offload_params: bool = True
     tokens: float = 0.0
     price: float = 0.0
     days: float = 0.0
@@ -91,15 +94,28 @@ def search(
 
 def fitting(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[tuple[RunCandidate, Footprint]]:
     """Yield the candidates that fit and are not dominated. See [Note: dominance]."""
-    places = (False, True) if goal.offload else (False,)
     for candidate in degrees(shape, cluster, goal):
         if candidate.sequence_parallel and not has_blocks_everywhere(shape, candidate):
             continue
-        for offload in places if candidate.stage else (False,):
-            one = _first_that_fits(shape, cluster, replace(candidate, offload_optimizer=offload))
+        for placed in _placements(candidate, cluster, goal):
+            one = _first_that_fits(shape, cluster, placed)
             if one is not None:
                 yield one
                 break
+
+
+def _placements(candidate: RunCandidate, cluster: Cluster, goal: Goal) -> Iterator[RunCandidate]:
+    """Yield where states and parameters may be, the fastest first. See [Note: dominance]."""
+    yield candidate
+    if not goal.offload or not candidate.stage or candidate.second > 1:
+        return
+    host = replace(candidate, offload_optimizer=True)
+    yield host
+    params = replace(host, offload_params=True) if candidate.stage == 3 and goal.offload_params else None
+    if params is not None:
+        yield params
+    if cluster.disk and candidate.precision != "bf16-pure":
+        yield from (replace(one, states_on_disk=True) for one in (host, params) if one is not None)
 
 
 def has_blocks_everywhere(shape: ModelShape, candidate: RunCandidate) -> bool:
@@ -176,6 +192,8 @@ def _stages(shape: ModelShape, cluster: Cluster, base: RunCandidate, own: int) -
                     for stage in (1, 2, 3) if replicas > 1 else (1,):
                         for shard in (replicas, *hybrid):
                             yield from _experts(shape, replace(one, stage=stage, shard=shard))
+                    if hybrid and base.context == 1:  # a second copy of the weights in each node
+                        yield from _experts(shape, replace(one, stage=3, shard=replicas, second=near))
         micro *= 2
 
 
@@ -213,6 +231,7 @@ def least_gpus(shape: ModelShape, cluster: Cluster, goal: Goal) -> int | None:
     for power in range(_MOST_DOUBLINGS + 1):
         gpus = 1 << power
         whole = gpus <= cluster.per_node or gpus % cluster.per_node == 0
-        if whole and any(True for _ in fitting(shape, replace(cluster, gpus=gpus), replace(goal, batch=gpus))):
+        states = replace(goal, batch=gpus, offload_params=False)
+        if whole and any(True for _ in fitting(shape, replace(cluster, gpus=gpus, disk=0.0), states)):
             return gpus
     return None

@@ -6,6 +6,7 @@ They are what ``zerorun.estimate_memory`` says on a GPU, to the byte, for Huggin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +18,8 @@ from .candidate import RunCandidate
 from .model_shape import ModelShape, Weight
 
 _SLOTS = 2  # shared by units, for parameters (one in use, one on its way) and for gradients
-_NUMBER = 4  # bytes of a number in a buffer
+_NUMBER = 4  # bytes of a number in a buffer of the model, or in a file
+_IN_FILES, _BUFFERS, _PAGE = 3, 3, 4096  # master and two moments; buffers that these are updated in; bytes
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,17 @@ class Placed(NamedTuple):
     divided: int
     expert_divided: int
     precision: str
-    offload: bool
+    states: str  # the prefix of the kinds of master and moments: where they are
+    offload_params: bool
+    second: int
     divides_rows: bool
 
     @classmethod
     def of(cls, c: RunCandidate) -> Placed:
         """Return that of a candidate."""
         degrees = c.tensor, c.pipe, c.expert, c.stage, c.shard, c.divided, c.expert_divided
-        return cls(*degrees, c.precision, c.offload_optimizer, c.sequence_parallel)
+        states = "disk " if c.states_on_disk else "host " if c.offload_optimizer else ""
+        return cls(*degrees, c.precision, states, c.offload_params, c.second, c.sequence_parallel)
 
     @property
     def sizes(self) -> ElementSizes:
@@ -64,15 +69,21 @@ class Placed(NamedTuple):
         if self.shard > 1:
             return STAGES[self.stage]
         row = STAGES[min(self.stage, 1)]
-        return Policy(row.stage, row.shard_optimizer, self.stage >= 2 and self.offload, row.share_param_slots)
+        return Policy(row.stage, row.shard_optimizer, self.stage >= 2 and bool(self.states), self.offload_params)
+
+    @property
+    def copies(self) -> int:
+        """How many second copies of the weights the ranks that divide the states have; 0 if there are none."""
+        return self.shard // self.second if 1 < self.second < self.shard else 0
 
 
 class _Unit(NamedTuple):
-    """The flat groups of ``times`` equal units. ``shares``: they share slots."""
+    """The flat groups of ``times`` equal units. ``shares``: they share slots. ``spread``: the groups of spread experts."""
 
     groups: tuple[Layout, ...]
     times: int
     shares: bool
+    spread: tuple[Layout, ...] = ()
 
     @property
     def made(self) -> int:
@@ -87,11 +98,11 @@ def at_rest(shape: ModelShape, placed: Placed, rank: int, blocks: tuple[int, ...
     ``blocks``: how many of each kind it has. Kinds are named as ``engine.memory_report()`` does.
     """
     units = [*_ends(shape, placed, rank)]
-    units += [
-        _Unit(_groups(kind.block, placed), count, shares=True)
-        for kind, count in zip(shape.kinds, blocks, strict=True)
-        if count
-    ]
+    for kind, count in zip(shape.kinds, blocks, strict=True):
+        if count:
+            groups = _groups(kind.block, placed)
+            spread = tuple(layout for layout, of_experts in groups if of_experts)
+            units.append(_Unit(tuple(layout for layout, _ in groups), count, shares=True, spread=spread))
     corrected = sum(count * kind.experts for kind, count in zip(shape.kinds, blocks, strict=True) if kind.corrected)
     kinds, made = _held(placed, units)
     return {**kinds, "buffers": shape.rotary + corrected * _NUMBER}, made
@@ -105,20 +116,24 @@ def _ends(shape: ModelShape, placed: Placed, rank: int) -> Iterator[_Unit]:
         outside = [[shape.before[0]], [weight for weight in outside[0] if weight is not shape.before[0]]]
     for weights in outside:
         if weights:
-            yield _Unit(_groups(tuple(weights), placed), 1, shares=False)
+            yield _Unit(tuple(layout for layout, _ in _groups(tuple(weights), placed)), 1, shares=False)
 
 
-def _groups(weights: tuple[Weight, ...], placed: Placed) -> tuple[Layout, ...]:
-    """Return the layouts of a unit: of what all replicas have, what tensor ranks have summands for, and spread experts."""
+def _groups(weights: tuple[Weight, ...], placed: Placed) -> list[tuple[Layout, bool]]:
+    """Return the layouts of a unit, and which are those of spread experts.
+
+    The others are of what all replicas have, and of what tensor ranks have summands for.
+    """
     kinds: dict[tuple[bool, bool], list[Weight]] = {}
     for weight in weights:
         spread = weight.expert and placed.expert > 1
         summed = placed.tensor > 1 and (weight.summed == "always" or (weight.summed == "rows" and placed.divides_rows))
         kinds.setdefault((spread, summed), []).append(weight)
-    return tuple(
-        _layout(tuple(own), placed.tensor, *((placed.expert, placed.expert_divided) if spread else (1, placed.divided)))
-        for (spread, _), own in kinds.items()
-    )
+    found = []
+    for (spread, _), own in kinds.items():
+        expert, divided = (placed.expert, placed.expert_divided) if spread else (1, placed.divided)
+        found.append((_layout(tuple(own), placed.tensor, expert, divided), spread))
+    return found
 
 
 @lru_cache(maxsize=1 << 14)
@@ -128,34 +143,57 @@ def _layout(weights: tuple[Weight, ...], tensor: int, expert: int, degree: int) 
 
 def _held(placed: Placed, units: Sequence[_Unit]) -> tuple[dict[str, int], int]:
     """Return the bytes by kind, and those of gradients that autograd has made: see zerorun/plan/make.py."""
-    policy, size = placed.policy, placed.sizes
-    kinds = dict.fromkeys(("parameters", "gradients", "master", "moments", "slots"), 0)
-    host = "host " if placed.offload else ""
-    kinds |= dict.fromkeys((f"{host}{kind}" for kind in ("gradients", "master", "moments")), 0)
-    master = size.master or (size.parameter if placed.offload else 0)
+    kinds: Counter[str] = Counter()
     for unit in units:
         for layout in unit.groups:
-            shard, times = layout.shard_numel(0), unit.times
-            owned = shard if policy.shard_optimizer else layout.numel
-            shares_grads = unit.shares and policy.share_grad_slots
-            if policy.share_param_slots:
-                kinds["parameters"] += times * shard * size.parameter
-                kinds["slots"] += 0 if unit.shares else times * (layout.numel - shard) * size.parameter
-            else:
-                kinds["parameters"] += times * layout.numel * size.parameter
-            kinds[f"{host}master"] += times * owned * master
-            kinds[f"{host}moments"] += times * _updated(layout, owned) * size.moments
-            if not shares_grads:
-                kinds["slots" if policy.share_grad_slots else "gradients"] += times * layout.numel * size.gradient
-            if placed.offload or policy.share_grad_slots:
-                kinds[f"{host}gradients"] += times * shard * size.gradient
+            for kind, nbytes in (*_weights(placed, unit, layout), *_states(placed, unit, layout)):
+                kinds[kind] += unit.times * nbytes
     kinds["slots"] += _shared_slots(placed, [unit for unit in units if unit.shares])
-    if placed.offload:
-        largest = max(layout.shard_numel(0) for unit in units for layout in unit.groups)
-        rounded = size.parameter if size.parameter < master else 0
-        kinds["host staging"] = 2 * largest * (size.gradient + rounded)
+    if placed.states:
+        kinds["host staging"] = _staging(placed, units)
     late = sum(unit.made for unit in units if not unit.shares)
-    return kinds, (late + max((unit.made for unit in units if unit.shares), default=0)) * size.parameter
+    made = late + max((unit.made for unit in units if unit.shares), default=0)
+    return dict(kinds), made * placed.sizes.parameter
+
+
+def _weights(placed: Placed, unit: _Unit, layout: Layout) -> Iterator[tuple[str, int]]:
+    """Yield (kind, bytes) of parameters. Shards are in host memory only where they are not a part of a whole buffer."""
+    policy, size, shard = placed.policy, placed.sizes.parameter, layout.shard_numel(0)
+    if not policy.share_param_slots:
+        yield "parameters", layout.numel * size
+        return
+    host = "host " if placed.offload_params and unit.shares else ""
+    yield f"{host}parameters", shard * size
+    if not unit.shares:
+        yield "slots", (layout.numel - shard) * size
+    elif layout not in unit.spread:
+        yield f"{host}parameters", placed.copies * shard * size
+
+
+def _states(placed: Placed, unit: _Unit, layout: Layout) -> Iterator[tuple[str, int]]:
+    """Yield (kind, bytes) of gradients, master and moments."""
+    policy, size, shard = placed.policy, placed.sizes, layout.shard_numel(0)
+    owned = shard if policy.shard_optimizer else layout.numel
+    beside = placed.states != "disk " and bool(placed.states) == (placed.offload_params and unit.shares)
+    yield f"{placed.states}master", owned * (size.master or (0 if beside else size.parameter))
+    yield f"{placed.states}moments", _updated(layout, owned) * size.moments
+    if not (unit.shares and policy.share_grad_slots):
+        yield "slots" if policy.share_grad_slots else "gradients", layout.numel * size.gradient
+    if placed.states:
+        yield "host gradients", shard * size.gradient
+    elif policy.share_grad_slots:
+        yield "gradients", shard * size.gradient
+
+
+def _staging(placed: Placed, units: Sequence[_Unit]) -> int:
+    """Return the bytes of buffers between device, host and disk: see StagingPlan, and [Note: three buffers] in nvme.py."""
+    size = placed.sizes
+    largest = max(layout.shard_numel(0) for unit in units for layout in unit.groups)
+    found = 2 * largest * (size.gradient + (size.parameter if size.parameter < size.master else 0))
+    if placed.states != "disk ":
+        return found
+    rooms = [sum(_IN_FILES * aligned_bytes(layout.shard_numel(0) * _NUMBER) for layout in unit.groups) for unit in units]
+    return found + _BUFFERS * -(-max(rooms) // _PAGE) * _PAGE
 
 
 def _updated(layout: Layout, owned: int) -> int:
@@ -167,7 +205,8 @@ def _shared_slots(placed: Placed, units: Sequence[_Unit]) -> int:
     """Return the bytes of the slots that ``units`` share. Experts that no other rank has need none for parameters."""
     policy, size, found = placed.policy, placed.sizes, 0
     if policy.share_param_slots and units:
-        gathered = [[layout.numel for layout in unit.groups if layout.degree > 1] for unit in units]
+        host = placed.offload_params
+        gathered = [[layout.numel for layout in unit.groups if host or layout.degree > 1] for unit in units]
         count = min(_SLOTS, sum(unit.times for unit in units))
         found += count * max(sum(aligned_bytes(numel * size.parameter) for numel in numels) for numels in gathered)
     if policy.share_grad_slots and units:

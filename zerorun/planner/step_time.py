@@ -31,6 +31,7 @@ from .model_shape import ModelShape
 
 _UPDATE, _FUSED_UPDATE = 40, 28  # bytes that an update moves per parameter
 _HOST_UPDATE, _OF_HOST = 28, 0.8  # the same in host memory, and the part of its bandwidth that the update reaches
+_ON_DISK = 24  # the same that are read from files and written to them, beside the update
 _ROUNDS = 4  # micro-batches that are simulated, for each stage
 _MOST_STAGES = 16  # of a zero-bubble schedule: to look for the best one of more takes long, and the formula is near
 _MESSAGE = 20e-6  # seconds before a message between stages begins to arrive
@@ -236,7 +237,21 @@ class StepModel:
     def _gather(self, family: RankFamily, pieces: float = 1) -> float:
         if self.candidate.stage == 0:
             return 0.0
-        return pieces * gather_seconds(self.cluster, family.shards, family.numel * self.candidate.element / pieces)
+        c, nbytes = self.candidate, family.numel * self.candidate.element
+        if c.second > 1 and family is self.families[0]:  # from the second copy of the weights
+            return gather_seconds(self.cluster, self.group(c.second, c.tensor * c.context), nbytes)
+        found = pieces * gather_seconds(self.cluster, family.shards, nbytes / pieces)
+        return max(found, nbytes / family.shards.size / self.cluster.gpu.host_link) if c.offload_params else found
+
+    @property
+    def _second_copy(self) -> float:
+        """The seconds in which a block's second copy is brought up to date: each shard goes to one rank of each group."""
+        c = self.candidate
+        if c.second == 1:
+            return 0.0
+        copies = c.shard // c.second
+        nbytes = self.families[0].numel * c.element / c.second
+        return gather_seconds(self.cluster, self.group(copies, c.tensor * c.context * c.second), nbytes)
 
     @cached_property
     def _outside(self) -> RankFamily:
@@ -274,7 +289,8 @@ class StepModel:
         if c.stage in (1, 2):
             sent = blocks * gather
             found += self.blocks.exposed(blocks * block.forward, sent) if GATHERS in c.hides else sent
-        return found
+        sent = blocks * self._second_copy
+        return found + (self.blocks.exposed(blocks * block.forward, sent) if GATHERS in c.hides else sent)
 
     def update_seconds(self) -> float:
         """Return the seconds of the optimizer's step, on the device or in host memory."""
@@ -287,8 +303,10 @@ class StepModel:
         if not c.offload_optimizer:
             return own * (_FUSED_UPDATE if c.kernels is KernelGeneration.FUSED else _UPDATE) / self.kernels.bandwidth
         in_node = own * min(cluster.per_node, cluster.gpus)
-        copied = own * (c.wire_bytes + self.candidate.element) / cluster.gpu.host_link
-        return in_node * _HOST_UPDATE / (_OF_HOST * cluster.host_bandwidth) + copied
+        weights = 0 if c.offload_params else c.element  # which are copied where they are needed
+        copied = own * (c.wire_bytes + weights) / cluster.gpu.host_link
+        updated = in_node * _HOST_UPDATE / (_OF_HOST * cluster.host_bandwidth)
+        return (max(updated, in_node * _ON_DISK / cluster.disk) if c.states_on_disk else updated) + copied
 
 
 def step_time(shape: ModelShape, candidate: RunCandidate, cluster: Cluster, calibration: Calibration) -> StepTime:
