@@ -2330,6 +2330,14 @@ MUTANTS = (
         ("tests/e2e/test_preemption.py::test_several_engines_are_saved_after_one_pass_of_the_loop",),
     ),
     Mutant(
+        "gaps-of-another-unit",
+        "stale",
+        "zerorun/zero/unit.py",
+        "                flat_group.clear_gaps()",
+        "                pass",
+        ("tests/ranks/test_peer_memory.py::test_what_belongs_to_no_parameter_is_not_in_the_norm",),
+    ),
+    Mutant(
         "copies-of-another-engine",
         "stale",
         "zerorun/checkpoint/memory_copies.py",

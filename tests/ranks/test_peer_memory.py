@@ -21,7 +21,7 @@ from covering import by_day
 from harness import patience, run_ranks, start_ranks
 from models import CASES
 from reference import Result, differences, train_reference
-from training import make_config, make_engine, run_steps, train
+from training import finish, make_config, make_engine, merged, run_steps
 
 from zerorun.distributed.transport import peer_memory
 from zerorun.distributed.transport.connect import connect_axis
@@ -230,13 +230,21 @@ def test_all_ranks_or_none(world: int, usual: bool) -> None:
 
 
 def train_unpacked(model: str, config: dict[str, Any]) -> tuple[Result, bool]:
-    """The run with every fp32 gradient summed from where autograd left it, and whether that was so."""
+    """The run with every fp32 gradient summed from where autograd left it, and whether that was so.
+
+    Slots begin with NaN, as they may: what is of no parameter must not come into the norm.
+    """
     make.LARGE_NUMEL, usual = 0, make.LARGE_NUMEL
     try:
         seen = []
         real = SameHost.sum_parts
         SameHost.sum_parts = lambda self, *a, **k: seen.append(1) or real(self, *a, **k)  # type: ignore
-        return train(CASES[model], config, STEPS), bool(seen)
+        engine = make_engine(CASES[model], config)
+        for slot in engine.runtime.made.grad_slots.buffers:
+            slot.fill_(0xFF)  # which is NaN in every dtype
+        result = run_steps(engine, CASES[model], STEPS)
+        finish(engine, result)
+        return result, bool(seen)
     finally:
         make.LARGE_NUMEL, SameHost.sum_parts = usual, real  # type: ignore[method-assign]
 
@@ -254,6 +262,18 @@ def test_unpacked_gradients_give_the_same_run(turn: int, model: str) -> None:
         CASES[model], world_size=world, steps=STEPS, accumulation=accumulation, clip=clip, optimizer="AdamW"
     )
     for result, unpacked in run_ranks(world, train_unpacked, model, config):
+        assert unpacked
+        assert differences(result, expected) == []
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_what_belongs_to_no_parameter_is_not_in_the_norm(stage: int) -> None:
+    """Where the optimizer is on the host, the sum goes to a slot in which other units have had their gradients."""
+    config = merged(
+        make_config(stage, accumulation=3, clip=0.5), {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    )
+    expected = train_reference(CASES["moe"], world_size=2, steps=STEPS, accumulation=3, clip=0.5, optimizer="AdamW")
+    for result, unpacked in run_ranks(2, train_unpacked, "moe", config):
         assert unpacked
         assert differences(result, expected) == []
 

@@ -287,6 +287,11 @@ class TrainedGroup(FlatGroup):
         elif present:
             torch._foreach_add_(present, grads)
 
+    def clear_gaps(self) -> None:
+        """Zero what belongs to no parameter: the slot may have another unit's gradients there, and the norm is of all."""
+        if self._gap_views:
+            torch._foreach_zero_(self._gap_views)
+
     def set_late_aside(self) -> None:
         """Keep gradients that came after the unit's turn in fp32, where autograd would add to them in their dtype."""
         for index, param in enumerate(self.params):

@@ -215,6 +215,8 @@ class Unit:
         for flat_group in self.trainable:
             if flat_group.loose is None:
                 flat_group.accumulate()
+            else:
+                flat_group.clear_gaps()
 
     def start_reduce(self, comm: Communicator, coding: GradientCodes, *, final: bool) -> None:
         """Issue the reduction of what is accumulated. ``finish_reduce`` must follow before the shard is read.
