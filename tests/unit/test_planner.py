@@ -240,7 +240,11 @@ def test_ranks_measure_at_once(tmp_path: Path) -> None:
     environment = {**os.environ, "ZERORUN_CACHE_DIR": str(tmp_path), "ZERORUN_DEVICE": "cpu"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300 * patience(), check=False)
     assert done.returncode == 0, done.stderr
-    assert "a gather takes" in done.stdout and "plan with --gpus 2xlocal" in done.stdout
+    assert (
+        "a gather takes" in done.stdout
+        and "a sum over ranks takes" in done.stdout
+        and "plan with --gpus 2xlocal" in done.stdout
+    )
 
 
 # -- links -------------------------------------------------------------------------------------------------------
@@ -266,6 +270,15 @@ def test_collectives_grow_with_bytes_and_shrink_with_links(doublings: int, apart
         assert collective(cluster, group, nbytes) <= collective(cluster, group, 2 * nbytes)
         assert collective(faster, group, nbytes) <= collective(cluster, group, nbytes)
     assert all_reduce_seconds(cluster, group, nbytes) <= 2 * gather_seconds(cluster, group, nbytes) + 1e-12
+
+
+def test_a_sum_takes_what_was_measured() -> None:
+    """Inside a node; between nodes it is made of what cards send."""
+    cluster = cluster_of("32xH100")
+    measured = replace(cluster, gpu=replace(cluster.gpu, latency=1e-5, sum_latency=1e-4, sum_rate=GB))
+    near, far = RankGroup.of(cluster, 4, 1), RankGroup.of(cluster, 4, 8)
+    assert all_reduce_seconds(measured, near, 1e9) == pytest.approx(1e-4 + 2 * 0.75)
+    assert all_reduce_seconds(measured, far, 1e9) == pytest.approx(2e-5 + 2 * 0.75 / 46, rel=1e-3)
 
 
 def test_rows_go_to_all_ranks_at_once() -> None:

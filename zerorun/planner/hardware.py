@@ -40,6 +40,8 @@ class Gpu:
     host_link: float = 55 * GB  # to host memory, each way
     efficiency_of: str = ""  # the GPU whose efficiencies it has, if not its own
     latency: float = 0.0  # seconds of each collective, where it was measured; else NCCL's own table has them
+    sum_latency: float = 0.0  # the same of an all-reduce, and
+    sum_rate: float = 0.0  # bytes per second and rank of it, counted as a ring sends them; 0: not measured
     processes: int = 1  # that computed at once when it was measured
     is_host: bool = False  # a CPU: its memory is the host's, and nothing goes on behind what it computes
 

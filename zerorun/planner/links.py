@@ -49,6 +49,8 @@ def all_reduce_seconds(cluster: Cluster, group: RankGroup, nbytes: float) -> flo
     """Return the seconds of an all-reduce of ``nbytes``: the fastest of ring and tree, with LL, LL128 and Simple."""
     if group.size == 1 or not nbytes:
         return 0.0
+    if cluster.gpu.sum_rate and group.nodes == 1:
+        return cluster.gpu.sum_latency + 2 * nbytes * (group.size - 1) / group.size / cluster.gpu.sum_rate
     ring = _ring(cluster, group, nbytes, rounds=2)
     if cluster.gpu.latency:
         return ring

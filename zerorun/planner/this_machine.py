@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -93,6 +93,7 @@ def calibrate(ranks: int) -> Iterator[str]:
     yield f"the host takes {host:.3g} ms for a block, an update {update:.3g} ns for a parameter"
     if gpu.latency:
         yield f"a gather takes {gpu.latency * 1e6:.3g} us, and {gpu.nvlink * NVLINK / GB:.3g} GB/s"
+        yield f"a sum over ranks takes {gpu.sum_latency * 1e6:.3g} us, and {gpu.sum_rate / GB:.3g} GB/s"
     yield f"kept in {local_file()}: plan with --gpus {ranks}x{LOCAL}"
 
 
@@ -105,7 +106,7 @@ def measure(ranks: int) -> None:
     products = max(2.0 * n**3 / clock.seconds(_product(n, dtype, device)) for n in sizes.matrices)
     rate = products if on_gpu(device) else 2 * products  # the model halves it for fp32
     memory = 2 * sizes.copied / clock.seconds(_copy(sizes.copied, device, device)) / HBM
-    latency, between = _links(clock, memory / 4, sizes.copied)
+    gathers, sums = _links(clock, memory / 4, sizes.copied)
     gpu = Gpu(
         name=LOCAL,
         peak=rate,
@@ -113,12 +114,14 @@ def measure(ranks: int) -> None:
         fp8=1.0,
         memory=float(free_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / ranks,
         hbm=memory,
-        nvlink=between / NVLINK,
+        nvlink=gathers.rate / NVLINK,
         multiprocessors=1,  # waves of tiles are in what is measured
         attention=(_attention(clock, sizes, dtype) / rate,) * 2,
         nics=memory / 4,
         host_link=sizes.copied / clock.seconds(_copy(sizes.copied, torch.device("cpu"), device)),
-        latency=latency,
+        latency=gathers.latency,
+        sum_latency=sums.latency,
+        sum_rate=sums.rate,
         processes=ranks,
         is_host=not on_gpu(device),
     )
@@ -151,17 +154,31 @@ class _Clock:
         return sum(world.gather_values(seconds)) / self.ranks if self.ranks > 1 else seconds
 
 
-def _links(clock: _Clock, guess: float, nbytes: int) -> tuple[float, float]:
-    """Return (seconds of a collective without bytes, bytes per second and rank of a gather)."""
+@dataclass(frozen=True)
+class _Measured:
+    """What a collective takes: seconds without bytes, and bytes per second and rank, as a ring sends them."""
+
+    latency: float = 0.0
+    rate: float = 0.0
+
+    @classmethod
+    def of(cls, seconds: Sequence[float], rounds: int, ranks: int) -> _Measured:
+        """``seconds``: with _MESSAGES bytes. ``rounds`` of the ring."""
+        moved = [rounds * size * (ranks - 1) / ranks for size in _MESSAGES]
+        rate = (moved[1] - moved[0]) / max(seconds[1] - seconds[0], 1e-9)
+        return cls(max(seconds[0] - moved[0] / rate, 1e-6), rate)
+
+
+def _links(clock: _Clock, guess: float, nbytes: int) -> tuple[_Measured, _Measured]:
+    """Return what a gather takes, and what a sum over ranks does."""
     if clock.ranks == 1:
-        return 0.0, _between_gpus(clock, nbytes) if on_gpu(clock.device) else guess
+        return _Measured(0.0, _between_gpus(clock, nbytes) if on_gpu(clock.device) else guess), _Measured()
     topology = Topology.create(clock.ranks, world.rank(), device_type=clock.device.type)
     communicator = Communicator(topology, clock.device)
-    seconds = [clock.seconds(_gather(communicator, size // 4 // clock.ranks)) for size in _MESSAGES]
+    gathers = [clock.seconds(_gather(communicator, size // 4 // clock.ranks)) for size in _MESSAGES]
+    sums = [clock.seconds(_sum(communicator, size // 4)) for size in _MESSAGES]
     communicator.fence()
-    moved = [size * (clock.ranks - 1) / clock.ranks for size in _MESSAGES]
-    rate = (moved[1] - moved[0]) / max(seconds[1] - seconds[0], 1e-9)
-    return max(seconds[0] - moved[0] / rate, 1e-6), rate
+    return _Measured.of(gathers, 1, clock.ranks), _Measured.of(sums, 2, clock.ranks)
 
 
 def _gather(communicator: Communicator, part: int) -> Callable[[], object]:
@@ -169,6 +186,12 @@ def _gather(communicator: Communicator, part: int) -> Callable[[], object]:
     bounds = [part * rank for rank in range(world.size() + 1)]
     buffer = torch.zeros(bounds[-1], device=communicator.device)
     return lambda: communicator.dense.shard.all_gather(buffer, bounds, "measuring").wait()
+
+
+def _sum(communicator: Communicator, numel: int) -> Callable[[], object]:
+    """As tensor ranks sum what they have computed."""
+    buffer = torch.zeros(numel, device=communicator.device)
+    return lambda: communicator.dense.shard.sum_of(buffer, "measuring")
 
 
 def _product(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
