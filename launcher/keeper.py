@@ -2,12 +2,14 @@
 
 The copies outlive the workers, for the next start (zerorun/checkpoint/memory_copies.py). They must not outlive the job,
 whatever its end. So a child of the supervisor empties the folder when the supervisor is gone, also if that was killed. A
-keeper that is killed itself is replaced; the copies stay.
+keeper that is killed itself is replaced; the copies stay. If both are killed at once, the folder stays, and nobody has it
+locked any more: the next supervisor on this host that makes one empties it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -28,16 +30,16 @@ class Keeper:
 
     def __init__(self) -> None:
         self._folder: Path | None = None
+        self._lock = -1  # the open folder, which is locked
         self._pid = 0
         self._writer = -1
 
     def begin(self) -> dict[str, str]:
         """Make the folder and the process, unless they are there, and return the variable that tells workers of them."""
         if self._folder is None and MEMORY.is_dir():
-            folder = MEMORY / f"{_PREFIX}{secrets.token_hex(8)}"
+            _empty_abandoned()
             with contextlib.suppress(OSError):
-                folder.mkdir(mode=0o700)
-                self._folder = folder
+                self._folder, self._lock = _make_folder()
         if self._folder is None:
             return {}
         if self._ended():
@@ -59,6 +61,7 @@ class Keeper:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+            os.close(self._lock)
             os.close(self._writer)
             with contextlib.suppress(OSError):
                 os.kill(self._pid, signal.SIGKILL)
@@ -83,6 +86,28 @@ class Keeper:
             finally:
                 os._exit(0)
         os.close(reader)
+
+
+def _make_folder() -> tuple[Path, int]:
+    """Return (a new folder, what has it open and locked). Nobody sees it under its name before it is locked."""
+    name = secrets.token_hex(8)
+    made = MEMORY / f".zerorun-{name}"
+    made.mkdir(mode=0o700)
+    lock = os.open(made, os.O_RDONLY | os.O_DIRECTORY)
+    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return made.rename(MEMORY / f"{_PREFIX}{name}"), lock
+
+
+def _empty_abandoned() -> None:
+    """Delete the folders that no supervisor has locked: it and its keeper were killed at once."""
+    for folder in MEMORY.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # that of another user, or one that is being deleted
+            found = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(found)
 
 
 def _main(reader: int, folder: Path) -> None:

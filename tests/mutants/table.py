@@ -2338,6 +2338,14 @@ MUTANTS = (
         ("tests/ranks/test_peer_memory.py::test_what_belongs_to_no_parameter_is_not_in_the_norm",),
     ),
     Mutant(
+        "abandoned-copies-stay",
+        "swallowed",
+        "launcher/keeper.py",
+        "                shutil.rmtree(folder, ignore_errors=True)",
+        "                pass",
+        ("tests/unit/test_told_restarts.py::test_what_nobody_could_empty_is_emptied_by_the_next_job",),
+    ),
+    Mutant(
         "copies-of-another-engine",
         "stale",
         "zerorun/checkpoint/memory_copies.py",

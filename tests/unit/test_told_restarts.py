@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -246,6 +247,32 @@ def test_keepers_leave_nothing_in_memory_whatever_the_end(tmp_path: Path, end: i
         assert os.listdir(folder) == ["copy"]
         os.kill(job.pid, end)
         wait_until(lambda: not os.path.exists(folder))
+
+
+def test_what_nobody_could_empty_is_emptied_by_the_next_job(tmp_path: Path) -> None:
+    """A supervisor and its keeper are killed at once, while another job goes on."""
+    (tmp_path / "train.py").write_text(KEEPS)
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--max-restarts=1", "train.py"]
+    how = {"cwd": tmp_path, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with contextlib.ExitStack() as stack:
+        folders = []
+        for number in range(3):
+            job = stack.enter_context(subprocess.Popen(command, **how))
+            stack.callback(job.kill)
+            assert job.stdout is not None
+            folder, supervisor = job.stdout.readline().split()
+            folders.append(folder)
+            if number == 0:
+                keeper = keeper_of(int(supervisor))
+                os.kill(int(supervisor), signal.SIGSTOP)  # so that it does not replace its keeper
+                os.kill(keeper, signal.SIGKILL)
+                os.kill(int(supervisor), signal.SIGKILL)
+                time.sleep(4)  # as long as keepers take
+                assert os.listdir(folder) == ["copy"]
+            if number == 1:
+                assert not os.path.exists(folders[0])
+        assert all(os.listdir(folder) == ["copy"] for folder in folders[1:])
+    wait_until(lambda: not any(map(os.path.exists, folders)))
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
