@@ -51,8 +51,13 @@ class _Listener:
             self._before = {number: signal.signal(number, self._notice) for number in SIGNALS}
 
     def remove(self, saves: AutomaticSaves) -> None:
-        self.savers, self.stepping = _without(saves, self.savers), _without(saves, self.stepping)
-        if not any(other.on_signal for other in self.savers):
+        for savers in (self.savers, self.stepping):
+            if saves in savers:
+                savers.remove(saves)
+
+    def restore_handlers(self) -> None:
+        """Let signals do what they did before, unless an engine still listens."""
+        if not any(saves.on_signal for saves in self.savers):
             for number, handler in self._before.items():
                 signal.signal(number, handler)
             self._before, self.signal = {}, 0
@@ -61,14 +66,10 @@ class _Listener:
         self.signal = number  # a second one changes nothing: the save is coming
 
 
-def _without(one: AutomaticSaves, savers: list[AutomaticSaves]) -> list[AutomaticSaves]:
-    return [other for other in savers if other is not one]
-
-
 _listener = _Listener()
 
 
-@dataclass
+@dataclass(eq=False)
 class AutomaticSaves:
     """When to save into ``directory``. ``every_steps``, ``every_minutes``: 0 for never."""
 
@@ -88,10 +89,11 @@ class AutomaticSaves:
     def unwatch(self) -> None:
         """End. With the last one, the signal handlers are restored that there were before."""
         _listener.remove(self)
+        _listener.restore_handlers()
 
     def wishes(self) -> tuple[bool, bool]:
         """(True if this rank was told to end, True if the time for a save has come). To be asked in each step."""
-        if all(other is not self for other in _listener.stepping):
+        if self not in _listener.stepping:
             _listener.stepping.append(self)
         due = self.clock_counts and self.every_minutes > 0 and time.monotonic() - self._last >= 60 * self.every_minutes
         return self.on_signal and _listener.signal != 0, due
@@ -116,14 +118,14 @@ class AutomaticSaves:
 
         The handlers stay: another signal must not interrupt what the script does at its end.
         """
-        _listener.savers = _without(self, _listener.savers)
-        if _listener.signal:
-            name = signal.Signals(_listener.signal).name
-            logger.info("saved because of %s; ending with exit code %d", name, EXIT_RESUME)
+        _listener.remove(self)
+        told, _listener.signal = _listener.signal, 0  # not for an engine that a script makes in spite of it
+        if told:
+            logger.info("saved because of %s; ending with exit code %d", signal.Signals(told).name, EXIT_RESUME)
         raise Preempted
 
 
-def refuse_second(directory: str | None) -> None:
+def refuse_shared_directory(directory: str | None) -> None:
     """Raise ConfigError if an engine of this process saves into ``directory``: both would write the same checkpoints."""
     if directory is not None and any(saves.directory.resolve() == Path(directory).resolve() for saves in _listener.savers):
         reason = "another engine of this process saves into it: their checkpoints would have the same names."

@@ -19,7 +19,7 @@ from .. import errors
 from ..activations.blocks import CheckpointedBlocks, Recompute
 from ..activations.checkpointing import Adopted
 from ..activations.host_pool import HostPool
-from ..checkpoint.automatic import refuse_second
+from ..checkpoint.automatic import refuse_shared_directory
 from ..checkpoint.save import refuse_unsavable_states
 from ..config.parse import Config
 from ..data import EpochLoader
@@ -146,7 +146,7 @@ def initialize(
         refuse_elsewhere(model, device)
         refuse_unusable_extras(raw, lr_scheduler, training_data)
         refuse_unsavable_states(raw)
-        refuse_second(wanted.checkpoint.dir)
+        refuse_shared_directory(wanted.checkpoint.dir)
         refuse_missing_libraries(wanted, writes=dist.get_rank() == 0)
         in_fp8 = float8_layers(model, wanted.fp8)
         return in_fp8, described(model, wanted.fp8, in_fp8, device.type)
