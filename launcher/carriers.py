@@ -7,8 +7,11 @@ exceptions are the path of the Python program and PYTHONPATH, which are quoted f
 
 from __future__ import annotations
 
+import contextlib
+import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .agent import PING_SECONDS, SILENT_SECONDS
@@ -65,3 +68,18 @@ CARRIERS: Mapping[str, Callable[[Host, CarrierOptions], Sequence[str]]] = {
     "pdsh": ssh,  # pdsh does not pass its stdin on to the hosts, so it cannot carry a line
     "openmpi": openmpi,
 }
+
+
+@contextlib.contextmanager
+def temporary_folder(carrier: Sequence[str]) -> Iterator[dict[str, str] | None]:
+    """Yield the environment in which to run ``carrier`` (None: ours), and delete what it leaves.
+
+    An mpirun makes a folder below TMPDIR that is named after host and user. Where it is made by two at once, one of them
+    ends with "File exists" (Open MPI 4.1: one of six starts on busy cores). So each has a TMPDIR of its own. It is not
+    passed on to other hosts.
+    """
+    if carrier[0] != "mpirun":
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="zerorun-mpirun-", ignore_cleanup_errors=True) as folder:
+        yield {**os.environ, "TMPDIR": folder}

@@ -30,6 +30,7 @@ from zerorun.log import counted, ranks_in_words
 from zerorun.watch.verdict import Hang, in_words, judge
 
 from .boards import Boards, Seen, is_stopped, open_board, training_first
+from .carriers import temporary_folder
 from .escapes import plain
 from .line import UNHEARD_OF
 
@@ -179,7 +180,15 @@ def gather(
 
 def _ask(command: Sequence[str]) -> tuple[list[RankState], str]:
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_HOST_SECONDS, check=False)
+        with temporary_folder(command) as environment:
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_HOST_SECONDS,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
         return [], f"no answer within {_HOST_SECONDS:.0f} s"
     except OSError as error:

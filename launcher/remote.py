@@ -19,6 +19,7 @@ from zerorun.watch.pace import Window
 from .agent import HURRY_SECONDS, PING_SECONDS, SILENT_SECONDS
 from .boards import Seen
 from .bootstrap import die_with_parent
+from .carriers import temporary_folder
 from .escapes import Cleaner, plain
 from .facts import describe_host
 from .job_plan import WorkerCommand
@@ -126,6 +127,7 @@ class RemoteNode:
         self._ranks: frozenset[int] = frozenset()  # of its workers
         self._cleaners: dict[tuple[int, str], Cleaner] = {}  # of their streams
         self._process: subprocess.Popen[bytes] | None = None
+        self._belongings = contextlib.ExitStack()  # of the carrier
         self._errors: list[str] = []  # last lines of the carrier's stderr
         self._error_rest = b""
         self.line: Line | None = None
@@ -135,15 +137,18 @@ class RemoteNode:
 
     def open(self, carrier: Sequence[str]) -> None:
         """Start the carrier. Raises OSError if it is not there."""
-        self._process = subprocess.Popen(
-            carrier,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,  # a Ctrl-C is for the launcher
-            preexec_fn=die_with_parent,
-        )
+        with contextlib.ExitStack() as belongings:
+            self._process = subprocess.Popen(
+                carrier,
+                env=belongings.enter_context(temporary_folder(carrier)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # a Ctrl-C is for the launcher
+                preexec_fn=die_with_parent,
+            )
+            self._belongings = belongings.pop_all()
         own_child(self._process.pid)
         assert self._process.stdin and self._process.stdout and self._process.stderr
         errors = self._process.stderr.fileno()
@@ -301,6 +306,7 @@ class RemoteNode:
                 process.wait()
         if process.stderr is not None:
             process.stderr.close()
+        self._belongings.close()
 
     def leave(self, status: int) -> None:
         """Tell the agent to exit with ``status``, that of the job; ``gone`` becomes True later."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import selectors
 import socket
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from harness import patience
 
 import zerorun
 from zerorun.errors import LaunchError
-from zerorun.launcher import chosen_hosts, cli
+from zerorun.launcher import chosen_hosts, cli, dump
 from zerorun.launcher.agent import Agent
 from zerorun.launcher.carriers import CARRIERS, CarrierOptions
 from zerorun.launcher.facts import describe_host, interface_of, parse_cores, probe
@@ -39,6 +41,7 @@ from zerorun.launcher.job_plan import (
 )
 from zerorun.launcher.line import Line, decode, encode
 from zerorun.launcher.options import build_parser, parse_args
+from zerorun.launcher.remote import RemoteNode
 from zerorun.launcher.sbatch import batch_script
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
@@ -217,6 +220,35 @@ def test_host_names_and_paths_stay_words() -> None:
     assert command[-3:-1] == ["--", "alice@n1"] and command[command.index("-p") + 1] == "2222"
     agent = "'PYTHONPATH=/a b:$HOME' '/opt/my env/bin/python' -m zerorun.launcher.agent"
     assert command[-1] == f"exec env PYTHONSAFEPATH=1 {agent}"
+
+
+def test_each_mpirun_has_temporary_files_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open MPI makes a folder there that is named after host and user: the second of two that make it at once fails."""
+    told = tmp_path / "told"
+    program = tmp_path / "mpirun"
+    program.write_text(f'#!/bin/sh\necho "$TMPDIR" >> {told}\nmkdir "$TMPDIR/ompi.here.0" && exec cat\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    selector = selectors.DefaultSelector()
+    nodes = [RemoteNode(name, selector, None, lambda _: None) for name in ("a", "b")]  # type: ignore[arg-type]
+    for node in nodes:
+        node.open(["mpirun"])
+    _, silent = dump.gather({"a": ["mpirun"], "b": ["mpirun"]}, None)
+    assert silent == dict.fromkeys("ab", "mpirun ended with status 0 and said nothing")
+    deadline = time.monotonic() + 10 * patience()
+    while not told.exists() or len(told.read_text().splitlines()) < 4:
+        assert time.monotonic() < deadline
+    folders = [Path(line) for line in told.read_text().splitlines()]
+    assert len(set(folders)) == 4 and tmp_path not in folders and sum(folder.exists() for folder in folders) == 2
+    for node in nodes:
+        node.close()
+    assert not any(folder.exists() for folder in folders)
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(FileNotFoundError):
+        nodes[0].open(["mpirun"])
+    assert [path.name for path in tmp_path.iterdir()] == ["told"]
 
 
 def test_line_carries_anything_and_skips_what_is_no_message() -> None:
