@@ -20,6 +20,7 @@ from zerorun.watch.board import (
     Phase,
     RankProgress,
     Sight,
+    SizeNote,
     ask_trace,
     read,
     read_progress,
@@ -67,6 +68,10 @@ def _span(value: Any) -> tuple[int, int, int]:
     return first, stride or 1, count  # a range has no step of 0
 
 
+def _sizes(value: Any) -> tuple[SizeNote, ...]:
+    return tuple(SizeNote(*map(int, note)) for note in value)
+
+
 _AS: dict[str, Callable[[Any], Any]] = {
     "phase": Phase,
     "phase_s": float,
@@ -74,6 +79,7 @@ _AS: dict[str, Callable[[Any], Any]] = {
     "wait_s": _seconds,
     "longest_s": float,
     "span": _span,
+    "sizes": _sizes,
     "label": str,
     "gives_stacks": bool,
     **dict.fromkeys(("events", "pid", "rank", "step", "batches", "number"), int),

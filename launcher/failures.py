@@ -133,15 +133,19 @@ def fails_again(end: WorkerEnd, *, seen: bool) -> bool:
     return end.returncode in _USAGE_CODES or (end.returncode > 0 and _AT_START.match(failure_line(end)) is not None)
 
 
-def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: int = 0) -> str:
+def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: int = 0, cause: str | None = None) -> str:
     """The one report: who failed first, how, where, and what became of the rest.
 
-    ``oom_kills`` is how many processes the kernel's out-of-memory killer ended here during the job.
+    ``oom_kills`` is how many processes the kernel's out-of-memory killer ended here during the job. ``cause``: what the
+    ranks' boards say was wrong before.
     """
     traceback = last_traceback(first.stderr_tail)
     early = ended_early(first, others)
     lines = [RULE]
-    if early is not None:
+    if cause is not None:
+        when = f"{first.seconds:.1f} s after the start"
+        lines += [f"zerorun: {cause}", "", f"{first.where} failed first because of it, {when}"]
+    elif early is not None:
         when = f"{early.seconds:.1f} s after the start{_after(early)}"
         lines.append(f"zerorun: {early.where} ended with exit code 0, {when}; others were waiting for it")
         lines += [

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from zerorun.watch.board import RankProgress
+from zerorun.watch.board import RankProgress, Sight
 from zerorun.watch.pace import Pace, Window
+from zerorun.watch.sizes import differing
 from zerorun.watch.verdict import Ended, Hang, Standing, is_late, judge
 
 from .boards import Seen, training_first
@@ -48,7 +49,8 @@ class Hangs:
 
     def batches(self, rank: int) -> int | None:
         """Return the micro-batches on the last board of a worker that has ended; None if it had none."""
-        return self._seen[rank][1].sight.batches if rank in self._seen else None
+        sight = self._last(rank)
+        return None if sight is None else sight.batches
 
     def on_stacks(self, rank: int, text: str) -> None:
         """Note the stacks of a worker."""
@@ -74,7 +76,7 @@ class Hangs:
             return False
         self._next = now + _JUDGE_SECONDS
         standing = self._standing(ends, now)
-        ended = {rank: Ended(rank, end.returncode, end.batches) for rank, end in ends.items()}
+        ended = {rank: Ended(rank, end.returncode, end.batches, self._last(rank)) for rank, end in ends.items()}
         verdict = judge(standing, ended, self.world_size)
         before, self._verdict = self._verdict, verdict
         if verdict is None:
@@ -96,6 +98,11 @@ class Hangs:
         now = time.monotonic()
         return any(is_late(found) for found in self._standing({}, now).values())
 
+    def other_sizes(self) -> str | None:
+        """Who had another size than others for a collective, in words, by the last boards; None if nobody had."""
+        found = differing({rank: seen.sight for rank, (_, seen) in self._seen.items()})
+        return None if found is None else found.text(self._name)
+
     @property
     def guilty(self) -> tuple[int, ...]:
         """The ranks that are guilty of the hang that there is now."""
@@ -109,6 +116,13 @@ class Hangs:
             if text.strip():
                 lines += ["", f"rank {rank}:", *(f"  {line}" for line in training_first(text).splitlines())]
         return "\n".join([*lines, RULE])
+
+    def _last(self, rank: int) -> Sight | None:
+        return self._seen[rank][1].sight if rank in self._seen else None
+
+    def _name(self, rank: int) -> str:
+        host = self.host_of(rank)
+        return f"rank {rank}" if host is None else f"rank {rank} on {host}"
 
     def _shown(self, verdict: Hang) -> tuple[int, ...]:
         return verdict.guilty[:_MOST_STACKS]

@@ -267,6 +267,7 @@ class Job:
         self._meeting.release()
         self._round = None
         tails, found = self._outputs.tails(), self.hangs.progress
+        current.other_sizes = self.hangs.other_sizes()
         self._restarts.end(current.attempt(tails, found, time.monotonic()), found)
         status, lines = current.conclude(tails)
         for line in lines:

@@ -42,6 +42,7 @@ class Round:
     warm: bool = False  # whether nodes have been told to keep processes in reserve
     refused: bool = False  # a host could not start its workers
     hang: str | None = None  # the report, if the job was ended because it stood still
+    other_sizes: str | None = None  # who had another size than others for a collective, if that is why ranks failed
     terminated: bool = False
     early_said: bool = False  # whether the user was told that some have ended well and others have not
     unkillable: list[int] = field(default_factory=list)
@@ -79,6 +80,7 @@ class Round:
             line = failure_line(first)
             failed, cause = self.start + first.seconds, f"{first.where}: {line if first.returncode > 0 else first.how}"
             hopeless = fails_again(first, seen=first.rank in seen)
+            cause = self.other_sizes or cause
         elif self.lost:
             failed, cause = self.start + self.lost[0].last_seen, f"host {self.lost[0].host}: {self.lost[0].reason}"
         return Attempt(self.start, min(failed, noticed), noticed, now, cause, hopeless)
@@ -114,7 +116,7 @@ class Round:
         first = self.first_failure(tails)
         if first is not None:
             others = [end for rank, end in ends.items() if rank != first.rank]
-            report = failure_report(first, others, oom_kills=self.oom_kills)
+            report = failure_report(first, others, oom_kills=self.oom_kills, cause=self.other_sizes)
             return exit_status(first.returncode), [*stuck, report]
         return 1 if self.unkillable else 0, stuck
 

@@ -198,7 +198,7 @@ class Sidecar:
         self.begun = time.monotonic()
         self.places: dict[int, _Host] = {}
         self.ends: dict[int, WorkerEnd] = {}
-        self._secret = secret
+        self._secret, self._told_sizes = secret, False
         self._several, self._world_size = listener is not None, world_size
         self._selector = selectors.DefaultSelector()
         self.hangs = Hangs(world_size, self._host_of, _say, self._ask_stacks, self._show_slow)
@@ -220,6 +220,7 @@ class Sidecar:
             self._own.tick(now)
             for _, guest in self._there():
                 guest.tick(now)
+            self._tell_sizes()
             silent = self._silent()
             if self.hangs.must_end(self.ends, now):
                 self._end_job(self.hangs.report(), self.hangs.guilty)
@@ -227,6 +228,13 @@ class Sidecar:
             if silent is not None:
                 self._end_job(silent, ())
                 return
+
+    def _tell_sizes(self) -> None:
+        """Say once, when a rank has ended, that ranks had different sizes for a collective: it may have ended of that."""
+        sizes = None if self._told_sizes or not self.ends else self.hangs.other_sizes()
+        if sizes is not None:
+            self._told_sizes = True
+            _say(f"{RULE}\nzerorun: {sizes}\n{RULE}")
 
     def _there(self) -> list[tuple[_Host, GuestNode]]:
         return [(host, host.node) for host in self._guests if isinstance(host.node, GuestNode)]

@@ -43,7 +43,7 @@ def per_call(action: Callable[[], object]) -> float:
 
 BLOCKS, WARM_UP = 25, 10
 WIDTHS = {"1M": 200, "25M": 1000}
-_ENTRIES = ("enter", "end_transport", "end_batch", "wait_begins", "wait_ends")
+_ENTRIES = ("enter", "end_transport", "end_batch", "wait_begins", "wait_ends", "note_size")
 
 
 def show(shown: bool) -> None:
@@ -115,6 +115,7 @@ def main() -> int:
         board.wait_ends("3: all-gather for forward")
 
     def exchange() -> None:
+        board.note_size("3: all-gather for forward", ALL, 7, 4096)
         board.end_transport(time.monotonic_ns())
 
     def step() -> None:

@@ -28,6 +28,7 @@ from zerorun.distributed.transport.connect import connect_axis
 from zerorun.distributed.transport.peer_memory import PeerMemory, PeerMemoryError
 from zerorun.distributed.transport.same_host import SameHost
 from zerorun.distributed.transport.statistics import CommunicationStatistics
+from zerorun.errors import OrderError
 from zerorun.plan import make
 
 STEPS = 2
@@ -207,6 +208,24 @@ def test_ranks_that_mean_different_things_are_told() -> None:
     for message in run_ranks(2, disagree):
         assert "gather of unit 7" in message
         assert "ranks" in message
+
+
+def disagree_on_size() -> str:
+    """Rank 1 has a tensor of one element less: a read of it would go on behind its end."""
+    transport = connect_axis("test", dist.group.WORLD, dist.get_rank(), 2, torch.device("cpu"), CommunicationStatistics())
+    assert transport.memory is not None
+    try:
+        transport.all_reduce(torch.ones(8 - dist.get_rank()), "tensor: sum")
+    except OrderError as error:
+        dist.barrier()
+        return str(error)
+    return ""
+
+
+def test_ranks_with_tensors_of_other_sizes_are_told() -> None:
+    first, second = run_ranks(2, disagree_on_size)
+    assert "ranks 0 and 1 disagree on the size of 'tensor: sum': 32 and 28 bytes" in first
+    assert "ranks 1 and 0 disagree on the size of 'tensor: sum': 28 and 32 bytes" in second
 
 
 def connected(variable: str) -> tuple[bool, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import signal
@@ -83,6 +84,24 @@ def test_long_labels_are_cut(page: tuple[Board, mmap.mmap]) -> None:
     board, memory = page
     board.wait_begins("ä" * 1000, ALL, 0)
     assert seen_on(memory).label.startswith("ä" * 100)
+
+
+def test_sizes_of_the_last_collectives_stay_on_the_page(page: tuple[Board, mmap.mmap]) -> None:
+    """Sixteen of them, and those of a thread beside are not among them."""
+    board, memory = page
+    for number in range(20):
+        board.note_size("ä" * 200 if number % 2 else "gather", (1, 2, 3), number, 8 * number)
+    beside = threading.Thread(target=lambda: (stay_off_the_board(), board.note_size("a disk", ALL, 0, 1)))
+    beside.start()
+    beside.join()
+    board.wait_begins("ä" * 200, (1, 2, 3), 19)
+    sight = seen_on(memory)
+    assert [note.size // 8 for note in sight.sizes] == list(range(4, 20))
+    assert [note.is_of(sight.label) for note in sight.sizes] == [False, True] * 8
+    assert {note[1:4] for note in sight.sizes} == {(1, 2, 3)}
+    assert len({note.key for note in sight.sizes}) == 16
+    told = Seen.of(json.loads(json.dumps(asdict(Seen(sight, 1.0, False)))))
+    assert told.sight.sizes == sight.sizes and told.sight.label == sight.label
 
 
 def test_spans() -> None:

@@ -327,6 +327,17 @@ def test_how_many_batches_a_rank_that_ended_with_0_had() -> None:
     assert lines[4].startswith("rank 0 failed first because of it, ") and lines[4].endswith(", after 1,000 micro-batches")
 
 
+def test_what_boards_say_was_wrong_comes_first() -> None:
+    text = failures.failure_report(end(2, -6, ["what(): length"]), [end(0, tail=[GLOO])], cause="ranks disagree")
+    assert text.splitlines()[1:5] == [
+        "zerorun: ranks disagree",
+        "",
+        "rank 2 failed first because of it, 2.3 s after the start",
+        f"  {failures.describe_end(-6)}",
+    ]
+    assert "what(): length" in text and "later, rank 0: exit code 1: RuntimeError" in text
+
+
 def test_a_rank_that_ended_with_0_is_named_as_the_cause() -> None:
     text = failures.failure_report(end(0, tail=[GLOO]), [end(1, code=0), end(2, tail=[GLOO]), end(3, stopped=True)])
     lines = text.splitlines()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from zerorun.launcher.boards import Seen
 from zerorun.launcher.failures import WorkerEnd
 from zerorun.launcher.flight_recorder import FlightRecorder
 from zerorun.launcher.hangs import Hangs
-from zerorun.watch.board import ALL, NOBODY, Phase, Sight
+from zerorun.watch.board import ALL, NOBODY, Phase, Sight, SizeNote
 
 
 def seen(rank: int, wait_s: float | None, limit_s: float | None = 1.0) -> Seen:
@@ -76,6 +77,18 @@ def test_an_ended_rank_is_known_with_its_batches() -> None:
     told.later(2.0, ends)
     assert "rank 1 has ended with exit code 0 after 20 micro-batches" in told.said[0]
     assert told.later(1.0, ends)
+
+
+def test_sizes_by_the_last_boards() -> None:
+    """Of ranks that have ended, too: their boards are told when they have."""
+    told, sizes = Told(), {0: 12, 1: 24}
+    assert told.hangs.other_sizes() is None
+    for rank, size in sizes.items():
+        one = seen(rank, None)
+        told.hangs.on_seen(rank, replace(one, sight=replace(one.sight, sizes=(SizeNote(7, *ALL, size),))))
+    assert str(told.hangs.other_sizes()).startswith(
+        "ranks disagree on the size of a collective: rank 0 has 12 bytes, rank 1 has 24 bytes."
+    )
 
 
 # -- what NCCL did last ----------------------------------------------------------------------------------------------

@@ -19,13 +19,14 @@ import mmap
 import os
 import signal
 import threading
+import zlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum, auto
 from functools import partial, wraps
 from time import monotonic_ns
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import ConfigError
 from . import sidecars
@@ -99,12 +100,23 @@ class Word(IntEnum):
     LOADED = auto()  # 1 + the optimizer steps that the checkpoint had, or 0
     TRACE = auto()  # on the page of rank 0, whoever has asked: how many steps all ranks are to trace
     FILE = auto()  # bytes of the name of the file for it
+    SIZED = auto()  # collectives whose sizes were noted
 
 
 WINDOW = 20  # steps, whose times become one
 TIMED = (Phase.SCRIPT, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE, Phase.TRANSPORT, Phase.DEVICE)
 _WINDOWS_AT, _WINDOW_WORDS = 32, 1 + 2 * len(TIMED)  # in words; the number of a window comes first
 _WINDOWS_END = _WINDOWS_AT + _WINDOWS * _WINDOW_WORDS
+_SIZES = 16  # collectives whose sizes are on the page: a rank whose size fits by chance has gone on when others break off
+_SIZES_AT, _SIZE_WORDS = _WINDOWS_END, 5  # the key, the three numbers of the span, bytes
+NUMBERS = 1024  # of collectives with one label; then they begin anew
+OF_SCRIPT = " of the script"  # how labels of collectives end that the script makes by itself
+
+
+def checksum_of(label: str) -> int:
+    """Of as much of a label as readers see."""
+    return zlib.crc32(label.encode(errors="replace")[:_LONGEST_LABEL].decode(errors="ignore").encode())
+
 
 Span = tuple[int, int, int]
 """Ranks of the world, as (the first, the step between two, how many)."""
@@ -131,6 +143,7 @@ class Board:
         self._bytes = memoryview(bytearray(PAGE))
         self._words = self._bytes.cast("q")
         self._labels: dict[str, bytes] = {}
+        self._checksums: dict[str, int] = {}  # of labels
         self._longest: dict[str, int] = {}
         self._waits = 0  # one within the other, or on several threads
         self._busy = [0] * len(Phase)  # ns in this step, by phase, without waits
@@ -273,6 +286,23 @@ class Board:
         if words[5] >= _FIRST_STEPS and taken > self._longest.get(label, 0):
             self._longest[label] = taken
 
+    def note_size(self, label: str, span: Span, number: int, size: int) -> None:
+        """Show that the rank begins a collective of ``size`` bytes: as many as each other rank of ``span`` has, if all is
+        well. ``number``: as of ``wait_begins``."""
+        if _beside and threading.get_ident() in _beside:
+            return
+        checksum = self._checksums.get(label)
+        if checksum is None:
+            if len(self._checksums) >= _MOST_LABELS:
+                self._checksums.clear()
+            checksum = self._checksums[label] = checksum_of(label)
+        words = self._words
+        at = _SIZES_AT + words[29] % _SIZES * _SIZE_WORDS
+        words[at], words[at + 4] = checksum << 16 | number, size
+        words[at + 1], words[at + 2], words[at + 3] = span
+        words[29] += 1
+        words[1] += 1
+
     def tell(self, listener: Any) -> None:
         """Let ``listener`` have the same calls for phases and waits, before this board; None: nobody any more."""
         for name in ("enter", "wait_begins", "wait_ends"):
@@ -374,6 +404,11 @@ def _go_on_at(page: int, stacks: int) -> None:
     _supervised.extend((page, stacks))
 
 
+def is_read() -> bool:
+    """True if somebody reads this board."""
+    return bool(_supervised)
+
+
 def watch_other_hosts(store: sidecars.Store, address: str) -> None:
     """Let somebody read the boards of ranks on several hosts, if nobody does. ``address``: at which rank 0's is reached."""
     if _alone:
@@ -422,6 +457,20 @@ class RankProgress:
     loaded: int | None = None  # the step of the checkpoint that it has gone on from
 
 
+class SizeNote(NamedTuple):
+    """That a rank has ``size`` bytes for a collective. Those of other ranks for the same one are equal in all but that."""
+
+    key: int
+    first: int
+    stride: int
+    ranks: int
+    size: int
+
+    def is_of(self, label: str) -> bool:
+        """True if the collective has this label."""
+        return self.key >> 16 == checksum_of(label)
+
+
 @dataclass(frozen=True)
 class Sight:
     """What was seen on a board. Times are in seconds, and end when it was read."""
@@ -440,6 +489,7 @@ class Sight:
     number: int
     longest_s: float
     label: str
+    sizes: tuple[SizeNote, ...] = ()  # of collectives that it has begun last, in their order
 
     @property
     def waits(self) -> bool:
@@ -521,5 +571,12 @@ def _sight(words: memoryview, copy: bytes) -> Sight:
         span=(words[Word.FIRST], words[Word.STRIDE] or 1, words[Word.COUNT]),
         number=words[Word.NUMBER],
         longest_s=words[Word.LONGEST] / 1e9,
-        label=copy[_LABEL_AT : _LABEL_AT + words[Word.LABEL]].decode(errors="replace"),
+        label=copy[_LABEL_AT : _LABEL_AT + words[Word.LABEL]].decode(errors="ignore"),
+        sizes=_size_notes(words),
     )
+
+
+def _size_notes(words: memoryview) -> tuple[SizeNote, ...]:
+    count = words[Word.SIZED]
+    places = [_SIZES_AT + number % _SIZES * _SIZE_WORDS for number in range(max(0, count - _SIZES), count)]
+    return tuple(SizeNote(*words[at : at + _SIZE_WORDS]) for at in places)

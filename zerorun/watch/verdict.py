@@ -4,6 +4,7 @@
 A rank that waits has an edge to each rank of its collective that is not in it. Whoever waits for nobody is at the end of
 all edges: it has ended, is stopped, or computes. Where edges end nowhere, ranks wait for each other in a circle: they have
 made their calls in different orders. A collective in which all are, and that is not over, is a matter of the link.
+If ranks had different sizes for a collective, that is the cause, wherever they are now (sizes.py).
 
 That a rank computes for long is not a fault by itself. So a verdict of this kind is not ``certain``: the job goes on for a
 while, in which the rank may come.
@@ -16,7 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..log import counted, ranks_in_words
-from .board import Phase, Sight
+from .board import NUMBERS, OF_SCRIPT, Phase, Sight
+from .sizes import differing
 
 SUSPECT_AFTER_S = 30.0  # unless "hang_timeout_s" says otherwise
 _LONGER = 5  # times the longest wait of this kind so far
@@ -24,7 +26,6 @@ _SLOW = 20  # times as long, for what may take its time
 _SLOW_PHASES = (Phase.START, Phase.INITIALIZE, Phase.SAVE, Phase.LOAD, Phase.WHOLE_WEIGHTS, Phase.COMPILE)
 _FIRST_STEPS = 2
 _MOST_FOLLOWED = 16  # of those who wait: each way takes as long as the collective has ranks
-_NUMBERS = 1024  # of collectives with one label; then they begin anew
 _END_AFTER_S = 600.0  # that a rank may compute while others wait, unless "hang_timeout_s" is given
 _END_AFTER = 2  # times "hang_timeout_s"
 
@@ -76,21 +77,26 @@ class Standing:
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank whose process has ended. ``batches``: micro-batches that it has seen, if it had a board."""
+    """A rank whose process has ended. If it had a board: micro-batches that it has seen, and what it told last."""
 
     rank: int
     returncode: int
     batches: int | None
+    sight: Sight | None = None
 
 
 @dataclass(frozen=True)
 class Hang:
-    """``guilty``: the ranks that are waited for. ``text``: who, what, since when. ``cause``: one word."""
+    """``guilty``: the ranks that are waited for. ``text``: who, what, since when. ``cause``: one word.
+
+    ``asked_for``: the script has made them wait, by a barrier of its own, say.
+    """
 
     cause: str
     guilty: tuple[int, ...]
     text: str
     certain: bool = True
+    asked_for: bool = False
 
     def ends_job(self, standing: Mapping[int, Standing]) -> bool:
         """True if the job must not wait any longer. ``standing``: the ranks that do not move now."""
@@ -99,6 +105,8 @@ class Hang:
         limits = []
         for rank in self.guilty:
             one = standing[rank]
+            if self.asked_for and one.sight.limit_s is None:  # torch's own time limit, which the script may set, ends it
+                return False
             end = _END_AFTER_S if one.sight.limit_s is None else _END_AFTER * one.limit_s
             limits.append(one.quiet_s >= end * _slowness(one))
         return all(limits)
@@ -111,8 +119,17 @@ def judge(standing: Mapping[int, Standing], ended: Mapping[int, Ended], world_si
     for one in late[:_MOST_FOLLOWED]:
         found = _follow(one, standing, ended, world_size)
         if found is not None:
-            return found
+            return _sizes(standing, ended) or found
     return None
+
+
+def _sizes(standing: Mapping[int, Standing], ended: Mapping[int, Ended]) -> Hang | None:
+    sights = {rank: one.sight for rank, one in ended.items() if one.sight is not None}
+    found = differing({**sights, **{rank: one.sight for rank, one in standing.items()}})
+    if found is None:
+        return None
+    text = found.text(lambda rank: standing[rank].name if rank in standing else f"rank {rank}")
+    return Hang("sizes", found.guilty, text)
 
 
 def is_late(one: Standing) -> bool:
@@ -145,8 +162,8 @@ def _is_in(one: Standing, other: Standing | None) -> bool:
     """True if ``other`` has come to the collective in which ``one`` is."""
     if other is None or not other.waits:
         return False
-    ahead = (other.sight.number - one.sight.number) % _NUMBERS
-    return other.sight.label == one.sight.label and ahead < _NUMBERS // 2
+    ahead = (other.sight.number - one.sight.number) % NUMBERS
+    return other.sight.label == one.sight.label and ahead < NUMBERS // 2
 
 
 def _waited(one: Standing) -> float:
@@ -199,7 +216,8 @@ def _still(still: Sequence[Standing], standing: Mapping[int, Standing], world_si
         f"{_are(waiting)} waiting for it, {waiter.name} for {_waited(waiter):.0f} s at '{waiter.sight.label}'{between}."
     )
     cause = "stopped" if stopped else "data" if first.sight.phase == Phase.DATA else "busy"
-    return Hang(cause, tuple(one.rank for one in guilty), text, certain=bool(stopped))
+    asked_for = all(one.sight.label.endswith(OF_SCRIPT) for one in waiting)
+    return Hang(cause, tuple(one.rank for one in guilty), text, certain=bool(stopped), asked_for=asked_for)
 
 
 def _circle(circle: Sequence[Standing], standing: Mapping[int, Standing]) -> Hang | None:
@@ -209,7 +227,7 @@ def _circle(circle: Sequence[Standing], standing: Mapping[int, Standing]) -> Han
     for one in standing.values():
         if one.waits:
             places[one.sight.label, one.sight.number].append(one)
-    groups = sorted(places.values(), key=lambda group: (len(group), group[0].sight.phase not in _SLOW_PHASES))
+    groups = sorted(places.values(), key=_oddness)
     told = "; ".join(
         f"{ranks_in_words([one.rank for one in group])} {'is' if len(group) == 1 else 'are'} {group[0].doing}, "
         f"after {_steps(group[0])}"
@@ -221,6 +239,12 @@ def _circle(circle: Sequence[Standing], standing: Mapping[int, Standing]) -> Han
         "Remedy: let all ranks make the same calls in the same order; what one rank does alone must not need the others."
     )
     return Hang("order", tuple(one.rank for one in groups[0]), text)
+
+
+def _oddness(group: Sequence[Standing]) -> tuple[int, bool, bool]:
+    """The least for the ranks that are where the others are not: few, and in what a rank may do alone by mistake."""
+    sight = group[0].sight
+    return len(group), sight.phase not in _SLOW_PHASES, not sight.label.endswith(OF_SCRIPT)
 
 
 def _link(one: Standing, standing: Mapping[int, Standing], world_size: int) -> Hang | None:

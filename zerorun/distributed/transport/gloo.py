@@ -85,7 +85,7 @@ class Gloo(Transport):
         """Between two ranks each takes all of the other's: as many bytes as in two phases, in one."""
         if self.size != 2:
             return super().sum_of(flat, label)
-        self.statistics.count(label, flat.numel() * flat.element_size())
+        self.statistics.begin(label, self.span, flat.numel() * flat.element_size(), flat.numel() * flat.element_size())
         return self._sum_of_two(flat, label)
 
     def _sum_of_two(self, flat: torch.Tensor, label: str) -> torch.Tensor:

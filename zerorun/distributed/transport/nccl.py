@@ -130,7 +130,8 @@ class Nccl(Transport):
         return Pending(self.statistics, label, [work], finish)
 
     def _count_all_reduce(self, wire: torch.Tensor, label: str) -> None:
-        self.statistics.count(label, 2 * wire.numel() * (self.size - 1) // self.size * wire.element_size())
+        sent = 2 * wire.numel() * (self.size - 1) // self.size * wire.element_size()
+        self.statistics.begin(label, self.span, sent, wire.numel() * wire.element_size())
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
         return self.calls.send([flat], peer, tag)

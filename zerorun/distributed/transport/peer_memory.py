@@ -7,15 +7,15 @@ gloo over the loopback device costs 6 (the kernel copies twice, and its threads 
 
 Each rank of a group keeps a *board* in its own memory, which only it writes and all others read:
 
-    entries   [slot] -> (number, tag, address, count)   offer number n, in slot n % SLOTS: "at this address is a table of
-                                                        the addresses of my ``count`` tensors"
-    taken     [peer, slot] -> number                    "I have read offer n of that peer"
-    agreements             -> number                    "I have come to agreement n", for messages about long waits
+    entries   [slot] -> (number, tag, address, count, size)   offer number n, in slot n % SLOTS: "at this address is a table
+                                                              of the addresses of my ``count`` tensors"
+    taken     [peer, slot] -> number                          "I have read offer n of that peer"
+    agreements             -> number                          "I have come to agreement n", for messages about long waits
 
 A collective is one offer and the reading of the others' offers of the same number. A rank that comes late finds the
 others' offers and reads them at once; a rank that comes early reads when it needs the result. So nobody waits for a
-rank that is less than one unit behind, and no thread is needed. ``tag`` tells apart what the ranks mean to do: where they
-differ it is an error at once.
+rank that is less than one unit behind, and no thread is needed. ``tag`` tells apart what the ranks mean to do, and ``size``
+how many bytes they mean to do it with: where they differ it is an error at once. Reads know no end of another's tensor.
 
 Reading needs the reader to act, so whoever blocks must go on reading for the others' sake: ``wait_until`` does.
 
@@ -56,7 +56,7 @@ from ...watch.board import board, span_of
 from ..waits import time_limit, waiting
 
 SLOTS = 4096  # offers that may wait to be read
-_ENTRY = 4  # int64 of an entry
+_ENTRY = 5  # int64 of an entry
 _ITEM = 8  # bytes of an int64
 _CHECK_S = 0.05  # how often a waiting rank looks whether its peers are alive
 _PR_SET_PTRACER = 0x59616D61
@@ -95,8 +95,9 @@ class PeerCollective:
         table: torch.Tensor,
         take: Callable[[list[torch.Tensor]], None],
         until_given: bool,
+        size: int,
     ) -> None:
-        self._memory, self._number, self._tag, self._label = memory, number, tag, label
+        self._memory, self._number, self._tag, self._label, self._size = memory, number, tag, label, size
         self._sources, self._table = sources, table  # others may be reading them
         self._take: Callable[[list[torch.Tensor]], None] | None = take
         self._until_given = until_given
@@ -104,7 +105,7 @@ class PeerCollective:
     def progress(self) -> bool:
         """Take the others' parts if all have offered them. True once they are taken."""
         if self._take is not None:
-            tables = self._memory.offers(self._number, self._tag, self._table, self._label)
+            tables = self._memory.offers(self._number, self._tag, self._table, self._label, self._size)
             if tables is None:
                 return False
             begun = time.monotonic_ns()
@@ -211,8 +212,11 @@ class PeerMemory:
         take: Callable[[list[torch.Tensor]], None],
         *,
         until_given: bool,
+        size: int = 0,
     ) -> PeerCollective:
         """Offer ``sources``, and see to it that ``take(tables)`` is called: the addresses of every rank's, by rank.
+
+        ``size``: a number of bytes that all ranks must have in common.
 
         ``sources`` are kept alive until all others have read them. If they change soon, wait ``until_given``; else
         ``finish`` before they do. All ranks of the group make the same exchanges in the same order.
@@ -227,8 +231,9 @@ class PeerMemory:
         self._board[slot * _ENTRY + 1] = tag
         self._board[slot * _ENTRY + 2] = table.data_ptr()
         self._board[slot * _ENTRY + 3] = table.numel()
+        self._board[slot * _ENTRY + 4] = size
         self._board[slot * _ENTRY] = number + 1  # last: now it can be seen
-        made = PeerCollective(self, number, tag, label, sources, table, take, until_given)
+        made = PeerCollective(self, number, tag, label, sources, table, take, until_given, size)
         self._offered.append(made)
         with contextlib.suppress(PeerMemoryError):  # who waits for it gets the error
             if made.progress():
@@ -296,15 +301,20 @@ class PeerMemory:
         except OSError as error:
             raise PeerMemoryError(str(error)) from error
 
-    def offers(self, number: int, tag: int, own: torch.Tensor, label: str) -> list[torch.Tensor] | None:
+    def offers(self, number: int, tag: int, own: torch.Tensor, label: str, size: int) -> list[torch.Tensor] | None:
         """The tables of offer ``number`` by rank, ``own`` for this one; None if one is missing."""
         offset, found = number % SLOTS * _ENTRY * _ITEM, {}
         for peer in self._peers:
             if not self._read_board(peer, offset, _ENTRY) or self._word[0] != number + 1:
                 return None
-            _, theirs, address, count = self._word
+            _, theirs, address, count, bytes_there = self._word
             if (theirs, count) != (tag, own.numel()):
                 raise PeerMemoryError(f"ranks {self.rank} and {peer} of the group disagree on the order at '{label}'")
+            if bytes_there != size:
+                raise PeerMemoryError(
+                    f"ranks {self._names[self.rank]} and {self._names[peer]} disagree on the size of '{label}': {size} and "
+                    f"{bytes_there} bytes. Remedy: let all ranks that divide a layer give it tensors of the same shape"
+                )
             found[peer] = address
         tables = []
         for rank in range(self._size):

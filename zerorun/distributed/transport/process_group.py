@@ -28,8 +28,9 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import TopologyError
 from ...log import warn_once
-from ...watch.board import board, show_board, watch_other_hosts
+from ...watch.board import board, is_read, show_board, watch_other_hosts
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
+from ..script_calls import show_script_calls
 from ..topology import forget_everyone
 from ..waits import waiting
 from .communicator import forget_all_groups, has_communicators
@@ -80,6 +81,8 @@ def init_distributed(
         device, dist_backend = None, str(device)
     device = device_of_rank(torch.device(device)) if device is not None else default_device()
     select(device)
+    if is_read():
+        show_script_calls()
     if dist.is_initialized():
         _watch_in_a_group_of_others()
         return

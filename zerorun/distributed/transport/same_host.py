@@ -80,8 +80,9 @@ class SameHost(Gloo):
                     self.memory.read_tensor(peer, int(tables[peer][0]), chunk)
 
         own = chunks[self.rank] if source is None else source
-        tag = self.statistics.tag(label)
-        return Pending(self.statistics, label, [self.memory.exchange(tag, label, [own], take, until_given=until_given)])
+        tag, size = self.statistics.tag(label), bounds[-1] * full.element_size()
+        work = self.memory.exchange(tag, label, [own], take, until_given=until_given, size=size)
+        return Pending(self.statistics, label, [work])
 
     def _all_to_all(
         self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str, until_given: bool
@@ -106,8 +107,9 @@ class SameHost(Gloo):
     def sum_parts(
         self, parts: Sequence[torch.Tensor], pieces: Sequence[Piece], out: torch.Tensor, label: str, *, accumulate: bool
     ) -> Pending:
-        sent = sum(part.numel() for part in parts) - sum(piece.numel for piece in pieces)
-        self.statistics.count(label, sent * out.element_size())
+        whole = sum(part.numel() for part in parts)
+        sent = whole - sum(piece.numel for piece in pieces)
+        self.statistics.begin(label, self.span, sent * out.element_size(), whole * out.element_size())
         return Pending(self.statistics, label, [self._read_and_add(parts, parts, pieces, out, label, accumulate)])
 
     def _sum_of_two(self, flat: torch.Tensor, label: str) -> torch.Tensor:
@@ -163,4 +165,5 @@ class SameHost(Gloo):
                     into = piece.shard_start + begin
                     sum_in_rank_order(found, out[into : into + numel], accumulate)
 
-        return memory.exchange(self.statistics.tag(label), label, offered, take, until_given=until_given)
+        tag, size = self.statistics.tag(label), sum(part.numel() for part in offered) * dtype.itemsize
+        return memory.exchange(tag, label, offered, take, until_given=until_given, size=size)

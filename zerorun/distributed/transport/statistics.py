@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ...errors import OrderError
-from ...watch.board import only
+from ...watch.board import NUMBERS, Span, board, only
 from ..stopwatch import Stopwatch
 from ..waits import time_limit, waiting
 from .peer_memory import PeerCollective, number_of
@@ -101,6 +102,8 @@ class Pending:
             self._watch.add(self.label, self._issued, waited_from)
 
 
+_engines = itertools.count()  # that this process has made; all ranks have made as many
+
 Started = dist.Work | PeerCollective | Message | Pending
 
 
@@ -149,10 +152,17 @@ class CommunicationStatistics:
         self.order = Order()
         self._issued: dict[str, int] = defaultdict(int)
         self.watch: Stopwatch | None = None  # of what collectives take
+        # Of the collectives of each label: other engines have such labels, too.
+        self._first_number = next(_engines) % 64 * NUMBERS
 
     def watch_by(self, watch: Stopwatch | None) -> None:
         """Let ``watch`` time collectives from now on; None: nobody."""
         self.watch = watch
+
+    def begin(self, label: str, span: Span, sent_bytes: int, size: int) -> None:
+        """Count a collective, and show its ``size`` in bytes, which the ranks of ``span`` have in common."""
+        self.count(label, sent_bytes)
+        board.note_size(label, span, self.traffic[label].calls % NUMBERS + self._first_number, size)
 
     def count(self, label: str, sent_bytes: int) -> None:
         entry = self.traffic[label]

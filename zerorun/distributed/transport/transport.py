@@ -106,7 +106,9 @@ class Transport(ABC):
             own.copy_(source)
         if self.size == 1:
             return Pending(self.statistics, label)
-        self.statistics.count(label, own.numel() * (self.size - 1) * own.element_size())
+        self.statistics.begin(
+            label, self.span, own.numel() * (self.size - 1) * own.element_size(), bounds[-1] * full.element_size()
+        )
         return self._all_gather(full, bounds, label, source, until_given)
 
     @abstractmethod
@@ -148,7 +150,9 @@ class Transport(ABC):
         if self.size == 1:
             store(full, out, accumulate)
             return Pending(self.statistics, label)
-        self.statistics.count(label, (full.numel() - out.numel()) * wire_dtype.itemsize)
+        self.statistics.begin(
+            label, self.span, (full.numel() - out.numel()) * wire_dtype.itemsize, full.numel() * wire_dtype.itemsize
+        )
         return self._reduce_scatter(full, bounds, out, label, accumulate, wire_dtype)
 
     @abstractmethod
@@ -218,7 +222,8 @@ class Transport(ABC):
         """Replace ``tensor``, in place, by that of rank ``source``. For set-up: it goes through the process group."""
         if self.size > 1 and tensor.numel():
             through = tensor.detach().contiguous().to(self.device)
-            self.statistics.count(label, through.nbytes * (self.size - 1) if self.rank == source else 0)
+            sent = through.nbytes * (self.size - 1) if self.rank == source else 0
+            self.statistics.begin(label, self.span, sent, through.nbytes)
             with waiting(label, span=self.span):
                 dist.broadcast(through.view(-1).view(torch.uint8), group=self.group, group_src=source)  # bytes: any dtype
             if through.data_ptr() != tensor.data_ptr():
