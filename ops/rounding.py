@@ -13,7 +13,7 @@ Noise is no random generator's, of which ranks have different ones. It is a hash
 the number of its update, of which of its tensors is rounded, and of the element's position in the whole parameter. So
 replicas round alike, and so do all ways to divide a parameter. The first four make a key of 64 bits. The position is mixed
 with it by two rounds of multiplying and shifting in 32 bits, which vector instructions can do, with the constants of
-C. Wellons' hash prospector.
+C. Wellons' hash prospector. Two neighbours, at an even position and the next, have the two halves of one hash.
 """
 
 from __future__ import annotations
@@ -153,10 +153,12 @@ class Noise:
     def of(self, tensor: int, low: int, high: int, device: torch.device) -> Tensor:
         """Return the noise of elements ``low .. high`` of a tensor (0: weight, 1 to 3: states), [n] int32 of 16 bits."""
         place, (first, second) = self.positions(low, high, device), self.keys[2 * tensor : 2 * tensor + 2]
-        mixed = (place & _WORD) ^ (((place >> 32) * _HIGH) & _WORD) ^ first
+        pair = place >> 1
+        mixed = (pair & _WORD) ^ (((pair >> 32) * _HIGH) & _WORD) ^ first
         mixed = ((mixed ^ (mixed >> 16)) * _FIRST) & _WORD
         mixed = (((mixed ^ (mixed >> 15)) + second) * _SECOND) & _WORD
-        return ((mixed ^ (mixed >> 16)) & 0xFFFF).int()
+        mixed = mixed ^ (mixed >> 16)
+        return ((mixed >> 16 * (place & 1)) & 0xFFFF).int()
 
 
 @dataclass(frozen=True)

@@ -79,6 +79,7 @@ class Kernels:
                     THIRD_SIGNED=_is_signed(third),
                     NESTEROV=nesterov,
                     COUPLED=floats["decay"] != 0.0,
+                    ROUGH=weight.dtype == torch.bfloat16 and rest is None,
                     ADDED=rest is not None and rest.dtype == torch.bfloat16,
                     IN_ROWS=noise is not None and noise.row > 0,
                     BLOCK=_BLOCK,
@@ -168,6 +169,7 @@ def _update(
     THIRD_SIGNED: tl.constexpr,
     NESTEROV: tl.constexpr,
     COUPLED: tl.constexpr,
+    ROUGH: tl.constexpr,
     ADDED: tl.constexpr,
     IN_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -188,7 +190,7 @@ def _update(
         m = _widen(first, first_scale, maps, w, at, None, FIRST_SIGNED)
         v = _widen(second, second_scale, maps, w, at, None, SECOND_SIGNED)
         s = _widen(third, third_scale, maps, w, at, None, THIRD_SIGNED)
-        w, m, v, s = _updated(first, w, g, m, v, s, parts, constants, RULE, NESTEROV, COUPLED)
+        w, m, v, s = _updated(first, w, g, m, v, s, parts, constants, RULE, NESTEROV, COUPLED, ROUGH)
         w = _keep_weight(None if RULE == _CURVATURE else weight, rest, w, at, None, place, weight_keys, ADDED)
         _narrow(first, first_scale, words, m, at, None, begin, numel, place, first_keys, FIRST_SIGNED, BLOCK)
         _narrow(second, second_scale, words, v, at, None, begin, numel, place, second_keys, SECOND_SIGNED, BLOCK)
@@ -201,7 +203,7 @@ def _update(
         m = _widen(first, first_scale, maps, w, at, mask, FIRST_SIGNED)
         v = _widen(second, second_scale, maps, w, at, mask, SECOND_SIGNED)
         s = _widen(third, third_scale, maps, w, at, mask, THIRD_SIGNED)
-        w, m, v, s = _updated(first, w, g, m, v, s, parts, constants, RULE, NESTEROV, COUPLED)
+        w, m, v, s = _updated(first, w, g, m, v, s, parts, constants, RULE, NESTEROV, COUPLED, ROUGH)
         w = _keep_weight(None if RULE == _CURVATURE else weight, rest, w, at, mask, place, weight_keys, ADDED)
         _narrow(first, first_scale, words, m, at, mask, begin, numel, place, first_keys, FIRST_SIGNED, BLOCK)
         _narrow(second, second_scale, words, v, at, mask, begin, numel, place, second_keys, SECOND_SIGNED, BLOCK)
@@ -210,13 +212,26 @@ def _update(
 
 
 @triton.jit
-def _updated(first, w, g, m, v, s, parts, constants, RULE: tl.constexpr, NESTEROV: tl.constexpr, COUPLED: tl.constexpr):
+def _updated(
+    first,
+    w,
+    g,
+    m,
+    v,
+    s,
+    parts,
+    constants,
+    RULE: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    COUPLED: tl.constexpr,
+    ROUGH: tl.constexpr,
+):
     """Return new weight and states."""
     keep, keep_low, decay, decay_low, rate, rate_low = parts
     momentum, blend, second_keep, second_blend, eps, of_third = constants
     if RULE == _ADAM:
         k, d, r = _whole(keep, keep_low), _whole(decay, decay_low), _whole(rate, rate_low)
-        w, m, v = _adam(w, g, m, v, k, d, r, blend, second_keep, second_blend, eps, COUPLED)
+        w, m, v = _adam(w, g, m, v, k, d, r, rate, blend, second_keep, second_blend, eps, COUPLED, ROUGH)
     elif RULE == _ADAGRAD:
         w, m = _adagrad(w, g, m, _whole(decay, decay_low), _whole(rate, rate_low), eps, COUPLED)
     elif RULE == _LION:
@@ -320,11 +335,13 @@ def _place(begin, start, row, whole_row, column, IN_ROWS: tl.constexpr, BLOCK: t
 def _by_chance(value, place, keys):
     """Rounded away from zero where the noise of an element says so, as the bits of a bf16. ``keys``: two numbers."""
     first, second = tl.cast(keys[0], tl.int32), tl.cast(keys[1], tl.int32)
-    high = (place >> 32).to(tl.uint32) * 0x9E3779B9
-    mixed = place.to(tl.uint32) ^ high ^ first.to(tl.uint32, bitcast=True)
+    pair = place >> 1
+    high = (pair >> 32).to(tl.uint32) * 0x9E3779B9
+    mixed = pair.to(tl.uint32) ^ high ^ first.to(tl.uint32, bitcast=True)
     mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352D
     mixed = ((mixed ^ (mixed >> 15)) + second.to(tl.uint32, bitcast=True)) * 0x846CA68B
-    noise = (mixed ^ (mixed >> 16)) & 0xFFFF
+    mixed ^= mixed >> 16
+    noise = tl.where((place & 1) == 0, mixed & 0xFFFF, mixed >> 16)
     bits = value.to(tl.uint32, bitcast=True)
     quiet = (bits >> 16) | 0x40
     return tl.where(value != value, quiet, (bits + noise) >> 16).to(tl.int16)
@@ -400,7 +417,22 @@ def _decayed(w, g, decay, COUPLED: tl.constexpr):
 
 
 @triton.jit
-def _adam(w, g, m, v, keep, decay, rate, blend, second_keep, second_blend, eps, COUPLED: tl.constexpr):
+def _adam(
+    w,
+    g,
+    m,
+    v,
+    keep,
+    decay,
+    rate,
+    rough_rate,
+    blend,
+    second_keep,
+    second_blend,
+    eps,
+    COUPLED: tl.constexpr,
+    ROUGH: tl.constexpr,
+):
     wide = w.to(tl.float64)
     if COUPLED:
         decayed = g.to(tl.float64) + decay * wide
@@ -411,6 +443,9 @@ def _adam(w, g, m, v, keep, decay, rate, blend, second_keep, second_blend, eps, 
         v = second_keep * v + (second_blend * g) * g
     m = _lerp(m, g, blend)
     quotient = tl.div_rn(m, tl.sqrt_rn(v) + eps)
+    if ROUGH:
+        shrink = (1.0 - keep).to(tl.float32)
+        return w - (shrink * w + tl.cast(rough_rate, tl.float32) * quotient), m, v
     return (keep * wide - rate * quotient.to(tl.float64)).to(tl.float32), m, v
 
 

@@ -17,7 +17,7 @@
 // Results are within 2 units of fp32's epsilon, relative to the sizes of the terms. Where five or more roundings of half a
 // unit would come together, the cheap operations are done in double: the step of Adam and Adagrad is a rounded root, sum and
 // quotient, and is taken off the weight with one more rounding, the fourth. Double was measured to cost no time with AVX-512,
-// where memory is slower, and a quarter more with AVX2.
+// where memory is slower, and a quarter more with AVX2. It would cost time where all is bf16: see [Note: bf16 in pairs].
 
 #include <algorithm>
 #include <cmath>
@@ -28,7 +28,8 @@
 #include <immintrin.h>
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
+#define MEMBER inline __attribute__((always_inline))
+#define INLINE static MEMBER
 
 namespace {
 
@@ -458,22 +459,57 @@ void quantise(const State& state, int64_t at, int64_t count, Isa isa, const floa
 
 // -- noise, and weights in bf16: see ops/rounding.py ---------------------------------------------------------------------
 
+// Two 16-bit numbers, of neighbours in a tensor: the first is the lower half. They may begin at any of its elements.
+using Word = uint32_t __attribute__((may_alias, aligned(2)));
+
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+INLINE uint32_t in_order(uint32_t word) { return word << 16 | word >> 16; }
+#else
+INLINE uint32_t in_order(uint32_t word) { return word; }
+#endif
+
+// Neighbours in a parameter, so that the noise of two of them is one hash: `position` is that of the first in the whole
+// parameter, and `numel` of them follow on each other. The upper half of the numbers of their pairs is the same.
+struct Stretch {
+    int64_t position, numel;
+    MEMBER uint32_t upper() const { return uint32_t(position >> 33) * 0x9e3779b9u; }
+    MEMBER uint32_t pair() const { return uint32_t(position >> 1); }
+    MEMBER bool begins_inside() const { return position & 1; }  // a pair
+};
+
+// The stretch that begins with element `at` of the tensor, and has at most `count` of them.
+INLINE Stretch stretch(const Step& step, int64_t at, int64_t count) {
+    const int64_t here = step.start + at, row = step.row ? here / step.row : 0;
+    const int64_t position = step.row ? row * step.whole_row + here - row * step.row + step.column : here;
+    int64_t numel = std::min(count, (int64_t(1) << 33) - (position & ((int64_t(1) << 33) - 1)));
+    if (step.row) numel = std::min(numel, (row + 1) * step.row - here);
+    return {position, numel};
+}
+
+// The upper bits mixed into the lower ones. It goes with exclusive or, so that what tensors have in common is folded once.
+INLINE uint32_t folded(uint32_t word) { return word ^ word >> 16; }
+
+// The noise of a pair: 16 bits for each of the two. `pair` and `first` are folded, and their exclusive or is hashed.
+INLINE uint32_t noise_of(uint32_t pair, uint32_t first, uint32_t second) {
+    uint32_t mixed = (pair ^ first) * 0x7feb352du;
+    mixed = ((mixed ^ mixed >> 15) + second) * 0x846ca68bu;
+    return folded(mixed);
+}
+
 // The noise of elements `at .. at + count` of a tensor: 0 is the weight, from 1 on states.
-INLINE void draw(const Step& step, int tensor, int64_t at, int64_t count, uint32_t* __restrict noise) {
-    const uint32_t first = step.keys[tensor][0], second = step.keys[tensor][1];
-    for (int64_t done = 0, size; done < count; done += size) {
-        const int64_t here = step.start + at + done, row = step.row ? here / step.row : 0;
-        const int64_t place = step.row ? row * step.whole_row + here - row * step.row + step.column : here;
-        size = std::min(count - done, (int64_t(1) << 32) - (place & 0xffffffff));  // the upper half stays the same
-        if (step.row) size = std::min(size, (row + 1) * step.row - here);
-        const uint32_t low = uint32_t(place), other = uint32_t(place >> 32) * 0x9e3779b9u ^ first;
-        uint32_t* __restrict to = noise + done;
-        for (int32_t i = 0; i < int32_t(size); ++i) {
-            uint32_t mixed = (low + uint32_t(i)) ^ other;
-            mixed = (mixed ^ mixed >> 16) * 0x7feb352du;
-            mixed = ((mixed ^ mixed >> 15) + second) * 0x846ca68bu;
-            to[i] = (mixed ^ mixed >> 16) & 0xffff;
-        }
+INLINE void draw(const Step& step, int tensor, int64_t at, int64_t count, uint16_t* __restrict noise) {
+    for (int64_t done = 0; done < count;) {
+        const Stretch found = stretch(step, at + done, count - done);
+        const uint32_t first = folded(step.keys[tensor][0] ^ found.upper()), second = step.keys[tensor][1];
+        uint16_t* to = noise + done;
+        uint32_t pair = found.pair();
+        done += found.numel;
+        if (found.begins_inside()) *to++ = uint16_t(noise_of(folded(pair++), first, second) >> 16);
+        const int32_t pairs = int32_t(noise + done - to) / 2;
+        Word* __restrict words = reinterpret_cast<Word*>(to);
+        for (int32_t i = 0; i < pairs; ++i) words[i] = in_order(noise_of(folded(pair + uint32_t(i)), first, second));
+        pair += uint32_t(pairs);
+        if (to + 2 * pairs < noise + done) to[2 * pairs] = uint16_t(noise_of(folded(pair), first, second));
     }
 }
 
@@ -511,7 +547,7 @@ INLINE void narrow_weight(const Step& step, int64_t at, int64_t count, float* __
             rest[i] = uint16_t(left - (to_bf16(from_bf16(to[i]) + from_bf16(left)) != to[i]));
         }
     } else if (step.by_chance) {
-        alignas(64) uint32_t noise[BLOCK];
+        alignas(64) uint16_t noise[BLOCK];
         draw(step, 0, at, count, noise);
         for (int64_t i = 0; i < count; ++i) to[i] = by_chance(buffer[i], noise[i]);
     } else {
@@ -541,7 +577,7 @@ INLINE void narrow(const Step& step, int number, int64_t at, int64_t count, cons
     const State& state = step.states[number];
     if (state.type == BF16 && step.by_chance) {
         uint16_t* __restrict to = static_cast<uint16_t*>(state.data) + at;
-        alignas(64) uint32_t noise[BLOCK];
+        alignas(64) uint16_t noise[BLOCK];
         draw(step, 1 + number, at, count, noise);
         for (int64_t i = 0; i < count; ++i) to[i] = by_chance(buffer[i], noise[i]);
     } else if (state.type == BF16) {
@@ -584,23 +620,44 @@ INLINE double whole(float high, float low) { return double(high) + low; }
 // Adam and AdamW (arXiv:1412.6980, 1711.05101): first is exp_avg, second is exp_avg_sq; second_keep = beta2,
 // second_blend = 1 - beta2; blend = 1 - beta1, or -beta1 if that is nearer to 0: like torch's lerp, from the nearer end.
 // The correction of exp_avg_sq is in rate and eps: sqrt(v) * c + eps = c * (sqrt(v) + eps / c).
-template <bool coupled>
+// A weight in bf16 alone (`rough`) is rounded so coarsely that fp32 is enough. What it shrinks by is a factor of its own
+// there: in fp32, 1 - 1e-6 is wrong by 1 % of what matters.
+template <bool coupled, bool rough>
+struct Adam {
+    double keep, decay, rate;
+    float eps, blend, second_keep, second_blend, shrink, rough_rate;
+    uint32_t from_first;  // all bits or none: of a condition, compilers make two quotients, one for each case
+
+    MEMBER explicit Adam(const Step& s)
+        : keep(whole(s.keep, s.keep_low)), decay(whole(s.decay, s.decay_low)), rate(whole(s.rate, s.rate_low)), eps(s.eps),
+          blend(s.blend), second_keep(s.second_keep), second_blend(s.second_blend), shrink(float(1 - keep)),
+          rough_rate(s.rate), from_first(s.blend > 0 ? ~0u : 0u) {}
+
+    MEMBER void operator()(float gradient, float& weight, float& first, float& second) const {
+        const double decayed = gradient + decay * weight;
+        const float g = coupled ? float(decayed) : gradient;
+        const float nearer = float_of((bits_of(first) & from_first) | (bits_of(g) & ~from_first));
+        const float m = nearer + blend * (g - first);
+        // A square doubles the error of its root, so g is not rounded before.
+        const float v = coupled ? float(double(second_keep) * second + second_blend * (decayed * decayed))
+                                : second_keep * second + (second_blend * g) * g;
+        const float quotient = m / (std::sqrt(v) + eps);
+        first = m;
+        second = v;
+        weight = rough ? weight - (shrink * weight + rough_rate * quotient) : float(keep * weight - rate * quotient);
+    }
+};
+
+template <bool coupled, bool rough>
 INLINE void adam(const Step& s, int64_t count, const float* __restrict gradient, float* __restrict weight,
                  float* __restrict first, float* __restrict second) {
-    const double keep = whole(s.keep, s.keep_low), decay = whole(s.decay, s.decay_low), rate = whole(s.rate, s.rate_low);
-    const float eps = s.eps, blend = s.blend, second_keep = s.second_keep, second_blend = s.second_blend;
-    const bool from_first = blend > 0;
+    const Adam<coupled, rough> rule(s);
     for (int64_t i = 0; i < count; ++i) {
-        const double decayed = gradient[i] + decay * weight[i];
-        const float g = coupled ? float(decayed) : gradient[i];
-        const float m = (from_first ? first[i] : g) + blend * (g - first[i]);
-        // A square doubles the error of its root, so g is not rounded before.
-        const float v = coupled ? float(double(second_keep) * second[i] + second_blend * (decayed * decayed))
-                                : second_keep * second[i] + (second_blend * g) * g;
-        const float quotient = m / (std::sqrt(v) + eps);
+        float w = weight[i], m = first[i], v = second[i];
+        rule(gradient[i], w, m, v);
+        weight[i] = w;
         first[i] = m;
         second[i] = v;
-        weight[i] = float(keep * weight[i] - rate * quotient);
     }
 }
 
@@ -710,9 +767,142 @@ INLINE void curvature(const Step& s, int64_t count, const float* __restrict grad
     for (int64_t i = 0; i < count; ++i) first[i] = second_keep * first[i] + (second_blend * gradient[i]) * gradient[i];
 }
 
+// -- pairs --------------------------------------------------------------------------------------------------------------
+//
+// [Note: bf16 in pairs]
+// Where everything is bf16, as little is moved as 14 bytes for an element, and what takes time is computing: conversions,
+// noise, root and quotient. So Adam takes such tensors by words, of two neighbours: an fp32 number is made of either half,
+// and the results become a word again, each by one or two operations of whole vectors, where widening halves to vectors of
+// words takes shuffles. One hash is the noise of both. It is one loop, so that the divider works beside the rest, and the
+// memory beside both: what comes AHEAD is asked for, because processors do not look into the next page.
+//
+// NaN needs no care when it is rounded: it comes from a bf16, or is the processor's own, or the coefficient, so its lower
+// half is zero, and what is added there does not reach the upper one.
+
+constexpr int64_t AHEAD = 2048;  // elements
+constexpr int32_t PAIRS = 64;    // in one go, between which memory is asked for
+constexpr int64_t LINE = 32;     // elements
+
+struct Pair {
+    float low, high;
+};
+
+INLINE Pair widen_pair(uint32_t word) { return {float_of(word << 16), float_of(word & 0xffff0000)}; }
+
+// The bits of a number, of which the upper half is the rounded one; `noise` as for by_chance.
+template <bool chance>
+INLINE uint32_t rounded_bits(float value, uint32_t noise) {
+    const uint32_t bits = bits_of(value);
+    return bits + (chance ? noise : 0x7fff + ((bits >> 16) & 1));
+}
+
+template <bool chance>
+INLINE uint32_t narrow_pair(Pair pair, uint32_t noise) {
+    const uint32_t low = rounded_bits<chance>(pair.low, noise & 0xffff) >> 16;
+    return low | (rounded_bits<chance>(pair.high, noise >> 16) & 0xffff0000);
+}
+
+// Updates stretches of tensors that all are bf16, which begin with the same element.
+template <bool chance, typename Rule>
+struct Pairs {
+    Rule rule;
+    float coefficient;
+    uint32_t first_keys[3], second_keys[3];  // of the stretch
+    const uint16_t* gradient;
+    uint16_t *weight, *first, *second;
+
+    MEMBER Pairs(const Step& step, int64_t at, const Stretch& found)
+        : rule(step), coefficient(step.coefficient == step.coefficient ? step.coefficient : float_of(0x7fc00000)),
+          gradient(static_cast<const uint16_t*>(step.gradient) + at), weight(static_cast<uint16_t*>(step.weight) + at),
+          first(static_cast<uint16_t*>(step.states[0].data) + at),
+          second(static_cast<uint16_t*>(step.states[1].data) + at) {
+        for (int i = 0; i < 3; ++i) {
+            first_keys[i] = folded(step.keys[i][0] ^ found.upper());
+            second_keys[i] = step.keys[i][1];
+        }
+    }
+
+    MEMBER void update(uint32_t pair, uint32_t of_gradient, uint32_t& of_weight, uint32_t& of_first,
+                       uint32_t& of_second) const {
+        const Pair g = widen_pair(of_gradient);
+        Pair w = widen_pair(of_weight), m = widen_pair(of_first), v = widen_pair(of_second);
+        rule(g.low * coefficient, w.low, m.low, v.low);
+        rule(g.high * coefficient, w.high, m.high, v.high);
+        const uint32_t hashed = folded(pair);
+        of_weight = narrow_pair<chance>(w, chance ? noise_of(hashed, first_keys[0], second_keys[0]) : 0);
+        of_first = narrow_pair<chance>(m, chance ? noise_of(hashed, first_keys[1], second_keys[1]) : 0);
+        of_second = narrow_pair<chance>(v, chance ? noise_of(hashed, first_keys[2], second_keys[2]) : 0);
+    }
+
+    // Element `i` alone, which is the first or the second of its pair.
+    MEMBER void update_half(int64_t i, uint32_t pair, bool is_second) const {
+        const int shift = is_second ? 16 : 0;
+        uint32_t w = uint32_t(weight[i]) << shift, m = uint32_t(first[i]) << shift, v = uint32_t(second[i]) << shift;
+        update(pair, uint32_t(gradient[i]) << shift, w, m, v);
+        weight[i] = uint16_t(w >> shift);
+        first[i] = uint16_t(m >> shift);
+        second[i] = uint16_t(v >> shift);
+    }
+
+    // `count` pairs, from element `at` on.
+    MEMBER void update_pairs(int64_t at, uint32_t pair, int32_t count) const {
+        const Pairs own = *this;  // words may alias what others can see
+        const Word* __restrict g = reinterpret_cast<const Word*>(gradient + at);
+        Word *__restrict w = reinterpret_cast<Word*>(weight + at), *__restrict m = reinterpret_cast<Word*>(first + at);
+        Word* __restrict v = reinterpret_cast<Word*>(second + at);
+        for (int32_t i = 0; i < count; ++i) {
+            uint32_t of_weight = in_order(w[i]), of_first = in_order(m[i]), of_second = in_order(v[i]);
+            own.update(pair + uint32_t(i), in_order(g[i]), of_weight, of_first, of_second);
+            w[i] = in_order(of_weight);
+            m[i] = in_order(of_first);
+            v[i] = in_order(of_second);
+        }
+    }
+
+    MEMBER void ask_for(int64_t at) const {
+        for (int64_t i = at; i < at + 2 * PAIRS; i += LINE) {
+            __builtin_prefetch(gradient + i);
+            __builtin_prefetch(weight + i, 1);
+            __builtin_prefetch(first + i, 1);
+            __builtin_prefetch(second + i, 1);
+        }
+    }
+};
+
+template <bool chance, typename Rule>
+INLINE void run_pairs(const Step& step, int64_t begin, int64_t end) {
+    for (int64_t at = begin, numel; at < end; at += numel) {
+        const Stretch found = stretch(step, at, end - at);
+        const Pairs<chance, Rule> pairs(step, at, found);
+        numel = found.numel;
+        uint32_t pair = found.pair();
+        int64_t done = 0;
+        if (found.begins_inside()) pairs.update_half(done++, pair++, true);
+        for (; done + 2 * PAIRS <= numel; done += 2 * PAIRS, pair += PAIRS) {
+            pairs.ask_for(done + AHEAD);
+            pairs.update_pairs(done, pair, PAIRS);
+        }
+        const int32_t left = int32_t(numel - done) / 2;
+        pairs.update_pairs(done, pair, left);
+        if (done + 2 * left < numel) pairs.update_half(done + 2 * left, pair + uint32_t(left), false);
+    }
+}
+
+INLINE bool all_in_bf16(const Step& step) {
+    const bool alone = step.weight_type == BF16 && step.rest_type == NONE && step.out_type == NONE;
+    return alone && step.gradient_type == BF16 && step.states[0].type == BF16 && step.states[1].type == BF16;
+}
+
 // -- a range of elements, for each instruction set ---------------------------------------------------------------------
 
 INLINE void run(const Step& step, int64_t begin, int64_t end) {
+    if (step.rule == ADAM && all_in_bf16(step)) {
+        if (step.by_chance && step.decay == 0) return run_pairs<true, Adam<false, true>>(step, begin, end);
+        if (step.by_chance) return run_pairs<true, Adam<true, true>>(step, begin, end);
+        if (step.decay == 0) return run_pairs<false, Adam<false, true>>(step, begin, end);
+        return run_pairs<false, Adam<true, true>>(step, begin, end);
+    }
+    const bool rough = step.weight_type == BF16 && step.rest_type == NONE;
     alignas(64) float gradient[BLOCK], wide[BLOCK], buffers[STATES][BLOCK];
     for (int64_t at = begin; at < end; at += BLOCK) {
         const int64_t count = std::min(BLOCK, end - at);
@@ -720,8 +910,13 @@ INLINE void run(const Step& step, int64_t begin, int64_t end) {
         load(step, at, count, gradient);
 #pragma GCC unroll 1
         for (int i = 0; i < STATES; ++i) states[i] = widen(step, i, at, count, buffers[i]);
-        if (step.rule == ADAM && step.decay == 0) adam<false>(step, count, gradient, weight, states[0], states[1]);
-        if (step.rule == ADAM && step.decay != 0) adam<true>(step, count, gradient, weight, states[0], states[1]);
+        if (step.rule == ADAM && step.decay == 0) {
+            if (rough) adam<false, true>(step, count, gradient, weight, states[0], states[1]);
+            else adam<false, false>(step, count, gradient, weight, states[0], states[1]);
+        } else if (step.rule == ADAM) {
+            if (rough) adam<true, true>(step, count, gradient, weight, states[0], states[1]);
+            else adam<true, false>(step, count, gradient, weight, states[0], states[1]);
+        }
         if (step.rule == ADAGRAD) adagrad(step, count, gradient, weight, states[0]);
         if (step.rule == LION) lion(step, count, gradient, weight, states[0]);
         if (step.rule == ADAM_SAGE) adam_sage(step, count, gradient, weight, states[0], states[1], states[2]);

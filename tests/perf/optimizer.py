@@ -17,7 +17,8 @@ its steps 10 to 15 % slower (Sophia#27): its update and, in one of 10 steps, its
 here.
 
 With ``--formats``, the same with moments in bf16 (20 bytes per element) and in 8 bits (16), and bitsandbytes' AdamW8bit,
-whose update on CPUs takes fp32 gradients and is followed by a cast.
+whose update on CPUs takes fp32 gradients and is followed by a cast. Also weight, gradient and moments in bf16 alone,
+rounded by chance and to nearest: 14 bytes per element, by which their bandwidth is counted.
 
 Repetitions are interleaved, one of each contender in turn; a figure is the median, and the best in brackets. A shared
 machine's bandwidth differs from second to second, so shares of the triad are medians over turns, each with the triad of its
@@ -40,11 +41,13 @@ import torch
 from compare_peers import versions
 
 from zerorun.ops import build, native, single_pass
+from zerorun.ops.rounding import NEAREST, Origin, Rounding
 from zerorun.ops.state_format import BLOCK, Blocks, State
 
 LR, BETAS, EPS, DECAY, COEFFICIENT = 1e-3, (0.9, 0.999), 1e-8, 0.1, 0.5
 STEP_BYTES, TRIAD_BYTES = 28, 12  # per element
 RULE_BYTES = {"AdamSAGE": 36, "Sophia": 24, "curvature": 10, "Lion": 20, "Adagrad": 20, "SGD": 20}
+RULE_BYTES |= {"bf16 alone": 14, "nearest": 14}
 
 
 class Tensors:
@@ -141,6 +144,7 @@ def formats(tensors: Tensors) -> dict[str, Callable[[], None]]:
     found = {
         "in bf16": lambda: tensors.single_pass(halves),
         "in 8 bits": lambda: tensors.single_pass((first, second)),
+        **alone(tensors, halves),
     }
     try:
         import bitsandbytes
@@ -157,6 +161,18 @@ def formats(tensors: Tensors) -> dict[str, Callable[[], None]]:
         tensors.out.copy_(tensors.weight)
 
     return {**found, "bitsandbytes": whole}
+
+
+def alone(tensors: Tensors, moments: tuple[State, State]) -> dict[str, Callable[[], None]]:
+    """The single pass where everything is bf16, rounded by chance and to nearest."""
+    weight, numel = tensors.weight.bfloat16(), tensors.weight.numel()
+    how = {"step": 7, "lr": LR, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "coefficient": COEFFICIENT}
+
+    def step(rounding: Rounding) -> None:
+        single_pass.adam(weight, tensors.gradient, *moments, rounding=rounding, **how)
+
+    chance = Rounding(None, Origin(0, numel, "weight").noise(7))
+    return {"bf16 alone": lambda: step(chance), "nearest": lambda: step(NEAREST)}
 
 
 def measure(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:

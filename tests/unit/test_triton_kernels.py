@@ -247,7 +247,7 @@ def compiled(
     signature |= {"gradient": gradient, "numel": "i64", "words": "*i32", "weight": weight, "rest": "*i16"}
     signature |= dict.fromkeys(triton_kernels._KEYS, "i32") | dict.fromkeys(("start", "row", "whole_row", "column"), "i64")
     constants: dict[str, Any] = {"RULE": rule, "NESTEROV": False, "COUPLED": coupled, "BLOCK": 1024}
-    constants |= {"ADDED": rest == "kahan", "IN_ROWS": noise} | ({} if rest else {"rest": None})
+    constants |= {"ADDED": rest == "kahan", "IN_ROWS": noise, "ROUGH": not rest} | ({} if rest else {"rest": None})
     constants |= {} if noise else dict.fromkeys(triton_kernels._KEYS)
     constants |= {"FIRST_SIGNED": True, "SECOND_SIGNED": False, "THIRD_SIGNED": True}
     constants |= {"third_scale": None} if kept_as == "*u8" else dict.fromkeys((*scales, "words"))
@@ -317,7 +317,7 @@ def test_constants_are_not_compiled_in(interpreted: Any) -> None:
     """Steps of any learning rate and length use one kernel: what makes another is in the arguments' types alone."""
     kernel = triton_kernels._update
     compiled_in = {name for name, param in zip(kernel.arg_names, kernel.params, strict=True) if param.is_constexpr}
-    flags = {"FIRST_SIGNED", "SECOND_SIGNED", "THIRD_SIGNED", "NESTEROV", "COUPLED", "ADDED", "IN_ROWS"}
+    flags = {"FIRST_SIGNED", "SECOND_SIGNED", "THIRD_SIGNED", "NESTEROV", "COUPLED", "ROUGH", "ADDED", "IN_ROWS"}
     assert compiled_in == {"RULE", "BLOCK", *flags}
     (numel,) = (param for param in kernel.params if param.name == "numel")
     assert numel.do_not_specialize
