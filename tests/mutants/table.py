@@ -2085,8 +2085,8 @@ MUTANTS = (
         "weights-in-bf16-do-not-shrink",
         "divisor",
         "ops/csrc/optimizer.cpp",
-        "        weight = rough ? weight - (shrink * weight + rough_rate * quotient)",
-        "        weight = rough ? weight - rough_rate * quotient",
+        "        weight = rough ? weight - (shrink * weight + rough_rate * quotient) : float(keep * weight - rate * quotient);",
+        "        weight = rough ? weight - rough_rate * quotient : float(keep * weight - rate * quotient);",
         ("tests/unit/test_single_pass.py", "-k", "a_small_decay_arrives"),
     ),
     Mutant(
