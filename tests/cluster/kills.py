@@ -133,6 +133,7 @@ class KilledJob:
         options = ["--hostfile", "hostfile", f"--max-restarts={RESTARTS}", *(["--spares=1"] if hosts > 1 else [])]
         launcher = [sys.executable, "-m", "zerorun.launcher.cli", *options, "train.py", str(slow)]
         command = cluster[0].command(["env", "OMP_NUM_THREADS=1", *launcher], folder)
+        self.strikes: list[str] = []
         self._out = open(folder / "out", "wb")  # noqa: SIM115
         self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._out, stderr=self._out)
 
@@ -153,6 +154,7 @@ class KilledJob:
 
     def strike(self, kind: str, host: Host) -> bool:
         """Kill one of ``kind`` on ``host``. False if there is none at this moment."""
+        self.strikes.append(f"{kind} on {host.name} after {self.notes.finished[-1:]}")
         if kind == "crash":
             host.crash()
         elif kind == "silence":
@@ -265,6 +267,8 @@ def main() -> None:
         notes = job.finish()
         repeated = Counter(notes.repeated)
         lines = [line for line in job.output.splitlines() if "] back at step" in line]
+        if max(repeated) > 1:
+            print(*job.strikes, job.output, sep="\n")
         told = sorted(lines, key=lambda line: float(line.split(" after ")[1].split()[0]))
         back = [float(line.split(" after ")[1].split()[0]) for line in told]
         print(f"{sum(struck.values())} kills in {time.monotonic() - begun:.0f} s: {dict(struck)}")

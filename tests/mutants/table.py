@@ -2378,6 +2378,22 @@ MUTANTS = (
         ("tests/ranks/test_memory_copies.py::test_engines_of_one_job_do_not_take_each_other_s_copies",),
     ),
     Mutant(
+        "what-a-start-loads-is-not-copied-anew",
+        "stale",
+        "zerorun/engine/saving.py",
+        "        if self._resume_by_itself():",
+        "        if self._resume_by_itself() and self.config.checkpoint.dir is not None:",
+        ("tests/ranks/test_memory_copies.py::test_hosts_are_lost_one_after_the_other",),
+    ),
+    Mutant(
+        "copies-of-the-start-before-stay",
+        "bytes",
+        "zerorun/checkpoint/memory_copies.py",
+        "            if of_epoch != epoch or not (of_slot == str(slot) or again):",
+        "            if of_epoch == epoch and not (of_slot == str(slot) or again):",
+        ("tests/ranks/test_memory_copies.py::test_hosts_are_lost_one_after_the_other",),
+    ),
+    Mutant(
         "a-partner-on-the-same-host",
         "rank",
         "zerorun/checkpoint/memory_copies.py",

@@ -2,7 +2,10 @@
 
     python tests/perf/ground_truth.py --ranks 2 4
 
-Nothing else may compute meanwhile.
+In each round the machine is calibrated, and every configuration is tried; rounds go through them in turns of direction.
+Figures are means over rounds, so that a machine which is faster now and slower then counts as what it is on average. Two
+configurations that are in another order in one round than in another cannot be told apart by measuring: the order that is
+predicted for them is neither right nor wrong. Nothing else may compute meanwhile.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import harmonic_mean, median
 
 from zerorun.planner.calibration import calibration_of
 from zerorun.planner.candidate import RunCandidate, candidate_config
@@ -55,14 +58,14 @@ def cells(ranks: int) -> dict[str, RunCandidate]:
     return found
 
 
-def measure(ranks: int) -> None:
-    """On each rank: a line of seconds per step and cell, from the first one."""
+def measure(ranks: int, *, backwards: bool) -> None:
+    """On each rank: a line of seconds per step and cell, from the first one. ``backwards``: the last cell first."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     import zerorun
 
-    for name, candidate in cells(ranks).items():
+    for name, candidate in list(cells(ranks).items())[:: -1 if backwards else 1]:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**CONFIG))
         engine = zerorun.initialize(model, candidate_config(candidate))
@@ -83,49 +86,61 @@ def measure(ranks: int) -> None:
             print(TAG + json.dumps([name, median(took[WARM:])]), flush=True)
 
 
-def compare(ranks: int) -> list[tuple[str, float, float, float]]:
-    """Return (name, predicted seconds, measured seconds, tokens of a step) of each cell."""
-    launch = [
-        sys.executable,
-        "-m",
-        "zerorun.launcher.cli",
-        "--nproc-per-node",
-        str(ranks),
-        __file__,
-        "--measure",
-        str(ranks),
-    ]
+def compare(ranks: int, *, backwards: bool) -> dict[str, tuple[float, float]]:
+    """Return the tokens per second that are predicted and measured for each cell, by its name."""
+    launch = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", str(ranks), __file__]
+    launch += ["--measure", str(ranks), *(["--backwards"] if backwards else [])]
     subprocess.run([sys.executable, "-m", "zerorun.planner.cli", "--calibrate", "--ranks", str(ranks)], check=True)
     out = subprocess.run(launch, check=True, stdout=subprocess.PIPE, text=True).stdout
     measured = dict(json.loads(line.partition(TAG)[2]) for line in out.splitlines() if TAG in line)
-    cluster, shape, found = cluster_of(f"{ranks}xlocal"), shape_of(CONFIG), []
+    cluster, shape, found = cluster_of(f"{ranks}xlocal"), shape_of(CONFIG), {}
     for name, candidate in cells(ranks).items():
-        predicted = StepModel(shape, candidate, cluster, calibration_of(cluster.gpu)).simulated()
+        predicted = StepModel(shape, candidate, cluster, calibration_of(cluster.gpu)).simulated().seconds
         tokens = candidate.batch * candidate.sequence
-        found.append((f"{ranks} ranks, {name}", predicted.seconds, measured[name], tokens))
-        print(f"{found[-1][0]:42} predicted {predicted.seconds:.3f} s, measured {measured[name]:.3f} s", flush=True)
+        found[f"{ranks} ranks, {name}"] = tokens / predicted, tokens / measured[name]
+        print(f"{ranks} ranks, {name:30} predicted {predicted:.3f} s, measured {measured[name]:.3f} s", flush=True)
     return found
+
+
+def order(rounds: list[dict[str, tuple[float, float]]], means: dict[str, tuple[float, float]]) -> tuple[float, int, int]:
+    """Return (Kendall's tau over the pairs that all rounds have measured in one order, how many these are, of how many)."""
+    pairs = list(itertools.combinations(means, 2))
+    known = [(a, b) for a, b in pairs if len({found[a][1] > found[b][1] for found in rounds}) == 1]
+    right = sum((means[a][0] > means[b][0]) == (means[a][1] > means[b][1]) for a, b in known)
+    return (2 * right - len(known)) / len(known), len(known), len(pairs)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--measure", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--backwards", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.measure:
-        measure(args.measure)
+        measure(args.measure, backwards=args.backwards)
         return
+    rounds: list[dict[str, tuple[float, float]]] = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {"ZERORUN_CACHE_DIR": folder, "ZERORUN_DEVICE": "cpu"}
-        rows = [row for ranks in args.ranks for row in compare(ranks)]
-    errors = sorted(abs(predicted / took - 1) for _, predicted, took, _ in rows)
-    speeds = [(tokens / predicted, tokens / took) for _, predicted, took, tokens in rows]
-    pairs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in itertools.combinations(speeds, 2)]
-    tau = sum((pair > 0) - (pair < 0) for pair in pairs) / len(pairs)
-    print(f"{len(rows)} configurations: median error {median(errors):.1%}, largest {errors[-1]:.1%}, Kendall tau {tau:.2f}")
+        for number in range(args.rounds):
+            rounds.append({})
+            for ranks in args.ranks:
+                rounds[-1] |= compare(ranks, backwards=number % 2 == 1)
+    means = {
+        name: (harmonic_mean(found[name][0] for found in rounds), harmonic_mean(found[name][1] for found in rounds))
+        for name in rounds[0]
+    }
+    errors = {name: took / predicted - 1 for name, (predicted, took) in means.items()}  # of seconds
+    for name, error in errors.items():
+        print(f"{name:40} {error:+.1%}")
+    sizes = sorted(map(abs, errors.values()))
+    tau, known, pairs = order(rounds, means)
+    print(f"{len(means)} configurations: median error {median(sizes):.1%}, largest {sizes[-1]:.1%}")
+    print(f"order: Kendall's tau {tau:.2f} over {known} of {pairs} pairs, of which all rounds have the same order")
     if args.json:
-        args.json.write_text(json.dumps({"rows": rows, "median": median(errors), "tau": tau}, indent=1) + "\n")
+        args.json.write_text(json.dumps({"rounds": rounds, "median": median(sizes), "tau": tau}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

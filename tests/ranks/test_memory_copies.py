@@ -123,6 +123,38 @@ def test_goes_on_bit_for_bit(stage: int, lost: int, tmp_path: Path) -> None:
     run_ranks(3, interrupted, str(tmp_path), stage, lost)
 
 
+def host_by_host(folder: str) -> None:
+    """Each start finds the memory of another host lost, and ends before it has made a step."""
+    engine = make(Path(folder) / "whole", 3, seed=3)
+    train(engine, 7)
+    expected = digest(engine)
+    engine.destroy()
+    engine = make(Path(folder), 3, seed=3)
+    train(engine, 5)
+    engine.destroy()
+    size = torch.distributed.get_world_size()
+    for lost in range(size):
+        torch.distributed.barrier()
+        if own_rank() == lost:
+            shutil.rmtree(Path(folder) / f"host{own_rank()}")
+        torch.distributed.barrier()
+        engine = make(Path(folder), 3, seed=99)
+        assert engine.global_steps == 5
+        if lost < size - 1:
+            engine.destroy()
+            torch.distributed.barrier()
+            assert kept(folder) == {rank: [5] for rank in sorted((own_rank(), (own_rank() - 1) % size))}
+            files = list((Path(folder) / f"host{own_rank()}" / "0").iterdir())
+            assert len(files) == 4, files  # parts and records of two ranks: nothing of the start before
+    train(engine, 2)
+    assert digest(engine) == expected
+    engine.destroy()
+
+
+def test_hosts_are_lost_one_after_the_other(tmp_path: Path) -> None:
+    run_ranks(3, host_by_host, str(tmp_path))
+
+
 def of_two_engines(folder: str) -> None:
     """Two that train in turns, of one shape, and one after them: the next start has each of the two as it was."""
     engines = [make(Path(folder), 3, seed=number, number=number) for number in range(2)]
@@ -166,8 +198,10 @@ def failing(folder: str, point: str) -> dict[int, list[int]]:
     copies.settle()
     found = kept(folder)
     copies.checkpointer.check_point = lambda reached: None
+    own, aside = f"host{own_rank()}", Path(folder) / "aside"  # a start writes where it finds copies
+    shutil.copytree(Path(folder) / own, aside / own)
     torch.distributed.barrier()
-    again = make(Path(folder), 3, seed=99)
+    again = make(aside, 3, seed=99)
     assert again.global_steps == (4 if point == "write" else 5)  # what is whole is loaded, although it was not confirmed
     again.destroy()
     train(engine, 1)

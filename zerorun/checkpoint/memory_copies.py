@@ -10,6 +10,7 @@ whichever host has it undamaged. Of frozen parameters, which do not change, ther
 The parts of step s are copied at its end, and sent behind the forward and the backward of step s + 1, whose update begins
 when all ranks have said that theirs are checked. So when s + 1 is finished, s is whole on two hosts; whatever fails then,
 at most one finished step is repeated. Each rank has two files, and writes the one that has not the newest whole copy.
+What a start has loaded is copied anew at once: after a host was lost, the other one has the only copy of some parts.
 
 [Note: several engines]
 A job may have several engines, at a time or one after the other, and none may take the copies of another for its own. What
@@ -71,8 +72,7 @@ class MemoryCopies:
         self._described: Any = None  # what the layout was made for
         self._layout = PartsLayout((), (), 0)
         self._encoded = b""
-        self._to: list[int] = []  # the partner of each rank
-        self._leads = False  # of the ranks of this host
+        self._places = self.checkpointer.saver.ranks.volumes(place)  # for each rank, the first one of its host
         self._memory: dict[tuple[int, int], torch.Tensor] = {}  # by slot and rank
         self._frozen: dict[str, dict[str, Any]] | None = None
         self._thread: threading.Thread | None = None
@@ -117,8 +117,7 @@ class MemoryCopies:
             logger.warning("no copy of this step is kept in memory: %s", error)
             return
         self._whole = self._slot
-        if self._leads:
-            self._forget_others()
+        self._forget_others(self._epoch, self._whole)
 
     def _plan(self, captured: Captured) -> None:
         """Decide what each rank keeps, and where, if what the ranks have is not what they had before."""
@@ -129,8 +128,6 @@ class MemoryCopies:
         self._described = described
         self._layout = PartsLayout.of(plan_together(captured.parts, captured.order, ranks), ranks.rank)
         self._encoded = encode(self._layout)
-        places = ranks.volumes(self._place)
-        self._to, self._leads = partners(places), places[ranks.rank] == ranks.rank
         self._epoch = ranks.first(lambda: re.sub(r"\D", "", now()))
         self._memory, self._whole = {}, -1
         if any(ranks.gather(bool(captured.frozen))):
@@ -181,7 +178,7 @@ class MemoryCopies:
 
     def _exchange(self, own: tuple[bytes, torch.Tensor] | None) -> Problem | None:
         try:
-            return exchange(self.checkpointer.saver.ranks, self._to, own, self._room, self._take)
+            return exchange(self.checkpointer.saver.ranks, partners(self._places), own, self._room, self._take)
         except CheckpointError:
             raise
         except RuntimeError as error:
@@ -200,11 +197,14 @@ class MemoryCopies:
         self.checkpointer.check_point("record")
         write_record(self._file(rank), record)
 
-    def _forget_others(self) -> None:
-        """Delete all copies but the newest, which is whole. The files of this start are written again."""
+    def _forget_others(self, epoch: str, slot: int) -> None:
+        """Delete all copies on this host but one. The files of this start stay, and are written again."""
+        if self._places[self.checkpointer.saver.ranks.rank] != self.checkpointer.saver.ranks.rank:
+            return  # the first rank of the host does it
         for path in self._place.glob("*.*.*.*"):
-            epoch, slot, *_, kind = path.name.split(".")
-            if epoch != self._epoch or (slot != str(self._whole) and kind == "record"):
+            of_epoch, of_slot, *_, kind = path.name.split(".")
+            again = of_epoch == self._epoch and kind != "record"
+            if of_epoch != epoch or not (of_slot == str(slot) or again):
                 path.unlink(missing_ok=True)
 
     # -- loading ---------------------------------------------------------------------------------------------------------
@@ -219,9 +219,11 @@ class MemoryCopies:
         for version in _complete(ranks, here):
             if version[0] < newer_than:
                 break
+            found = here.get(version, {})
             try:
-                reader = self._open(ranks, here.get(version, {}))
+                reader = self._open(ranks, found)
                 self.checkpointer.restore(reader, wanted)
+                self._forget_others(version[1], next((record.slot for _, record in found.values()), -1))
                 return reader.path
             except DamagedError as error:
                 if is_rank_zero():
@@ -230,7 +232,7 @@ class MemoryCopies:
 
     def _open(self, ranks: Ranks, here: _Found) -> PartsReader:
         """Open one copy, of which this host has ``here``. Each of its files is checked by one rank of the host."""
-        places = ranks.volumes(self._place)
+        places = self._places
         near = [rank for rank, place in enumerate(places) if place == places[ranks.rank]]
         mine = sorted(here)[near.index(ranks.rank) :: len(near)]
         good = ranks.gather([rank for rank in mine if is_good(*here[rank])])

@@ -223,12 +223,17 @@ class Saving(Outcomes):
         section, first = self.config.checkpoint, self.sharded_model.comm.topology.rank == 0
         if self.automatic_saves is not None:
             self.automatic_saves.watch()
-        if self._resume_from_memory(section.dir if section.auto_resume else None) or section.dir is None:
-            return
-        if section.auto_resume:
-            self.resume()
-        elif first and (newest := newest_first(Path(section.dir))[:1]):
+        if self._resume_by_itself():
+            if self.memory_copies is not None:
+                self.memory_copies.keep()  # as after any step: what was lost with a host has no second copy yet
+        elif first and section.dir is not None and not section.auto_resume and (newest := newest_first(Path(section.dir))):
             logger.info("%s has checkpoints; engine.resume() or checkpoint.auto_resume loads %s", section.dir, newest[0])
+
+    def _resume_by_itself(self) -> bool:
+        """Load what a start goes on from: the newest of the copies in memory and, where asked for, the checkpoints."""
+        section = self.config.checkpoint
+        on_disk = section.dir if section.auto_resume else None
+        return self._resume_from_memory(on_disk) or (on_disk is not None and self.resume()[0] is not None)
 
     def end_saving(self) -> None:
         """Wait for a save in the background, and end automatic saves and signal handling."""
