@@ -214,14 +214,20 @@ def uninterrupted(folder: Path, ranks: int, until: int) -> Notes:
 
 
 def kill_at_random(job: KilledJob, count: int, chance: random.Random) -> Counter[str]:
-    """Kill ``count`` times, and return how often which kind was. The job must make a step between kills, or two of them."""
+    """Kill ``count`` times, and return how often which kind was. The job must make a step between kills, or two of them.
+
+    After the loss of a host it must be a step of the next start: before that some parts have no second copy.
+    """
     struck: Counter[str] = Counter()
-    step = 0
+    step = starts = 0
     while sum(struck.values()) < count:
+        wait_for(lambda: len(job.notes.begins) > starts, 60, "the next start")  # noqa: B023
         job.wait_for_step(step + chance.randint(1, 3))
         time.sleep(0.2 * chance.random())
         host = job.cluster[chance.randrange(job.hosts - 1)]
         kind = chance.choice(KINDS[:2] if host.index == 0 else KINDS)  # the launcher is on host 0
+        costs_copies = kind in ("agent", "crash", "silence") and job.processes("worker", host)
+        starts = len(job.notes.begins) if costs_copies else 0
         struck[kind] += job.strike(kind, host)
         if chance.random() < 0.3 and sum(struck.values()) < count:  # once more, during recovery
             time.sleep(5 * chance.random())
