@@ -2090,6 +2090,22 @@ MUTANTS = (
         ("tests/unit/test_single_pass.py", "-k", "a_small_decay_arrives"),
     ),
     Mutant(
+        "rests-are-read-where-the-part-begins",
+        "bound",
+        "zerorun/checkpoint/gather.py",
+        "                    yield join(part, self._read_from(source.rank, source.rest.address + place, numel, kind))",
+        "                    yield join(part, self._read_from(source.rank, source.rest.address, numel, kind))",
+        ("tests/ranks/test_training_in_bf16.py", "-k", "a_piece_at_a_time"),
+    ),
+    Mutant(
+        "rests-are-read-where-the-rank-begins",
+        "bound",
+        "zerorun/checkpoint/write_plan.py",
+        "            beside = None if rest is None else replace(rest, address=rest.address + cut.here * NARROW.itemsize)",
+        "            beside = rest",
+        ("tests/unit/test_checkpoint_shares.py",),
+    ),
+    Mutant(
         "remainders-are-not-loaded",
         "stale",
         "zerorun/checkpoint/load.py",

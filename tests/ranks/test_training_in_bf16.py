@@ -20,6 +20,7 @@ from training import PLACES, make_config, merged, placed, shared_topology, take_
 
 import zerorun
 from zerorun import LayerSpec, PipelineModule, TiedLayerSpec
+from zerorun.checkpoint import gather, inventory
 from zerorun.errors import ConfigError
 from zerorun.ops.rounding import MasterFormat, Origin, join
 from zerorun.ops.single_pass import Adam
@@ -289,6 +290,54 @@ def test_checkpoints_go_from_each_format_to_each_other(tmp_path: Path) -> None:
                 elif name.startswith("master") and target == "10 bytes, Kahan":
                     wanted = join(*MasterFormat.KAHAN.parts(value.reshape(-1))).view(value.shape)
                 assert torch.equal(found[name], wanted), (source, target, name)
+
+
+def save_in_pieces(config: dict[str, Any], folder: str, tensor_parallel: bool) -> tuple[dict[str, torch.Tensor], int, int]:
+    """(values of masters, the most elements that were made fp32 at a time, and their sum) in a save and in an export."""
+    torch.manual_seed(6)
+    engine = zerorun.initialize(Llama() if tensor_parallel else net(), config)
+    take_steps(engine, loss_of, 0, 2)
+    made = []
+
+    def counted(weight: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
+        made.append(weight.numel())
+        return join(weight, rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "_STRETCH", 64)
+        patch.setattr(gather, "join", counted)
+        patch.setattr(inventory, "join", counted)
+        engine.save_checkpoint(folder, "here")
+        engine.export(f"{folder}/export", dtype="fp32")
+    masters = {n: zerorun.zero.safe_get_full_fp32_param(param) for n, param in engine.module.named_parameters()}
+    engine.destroy()
+    return masters, max(made, default=0), sum(made)
+
+
+@pytest.mark.parametrize("kind", ["10 bytes, Kahan", "16 bytes, remainders", "8 bytes"])
+@pytest.mark.parametrize(("ranks", "stage", "tensor"), [(1, 0, 1), (2, 3, 1), (2, 1, 2)])
+def test_saves_make_fp32_of_masters_a_piece_at_a_time(
+    kind: str, ranks: int, stage: int, tensor: int, tmp_path: Path
+) -> None:
+    """There is no fp32 copy of masters with a rest, also where ranks read each other's; those without are bf16 in files."""
+    config = config_of(stage, kind, gradient_clipping=0.0)
+    if tensor > 1:
+        plan = {"up": "colwise", "down": "rowwise"}
+        config = merged(config, {"tensor_parallel": {"size": tensor, "plan": plan}})
+    found = run_ranks(ranks, save_in_pieces, config, str(tmp_path), tensor > 1)
+    masters, total = found[0][0], 0
+    own = "master" if kind != "8 bytes" else "model"
+    for file in (f"here/{own}", "export/model"):
+        files = [load_file(path) for path in tmp_path.glob(f"{file}-*.safetensors")]
+        stored = {name: value for found_there in files for name, value in found_there.items()}
+        assert stored.keys() == masters.keys() - {"head.weight"} | ({"head.weight"} if tensor > 1 else set())
+        for name, value in stored.items():
+            assert torch.equal(value.float(), masters[name].float()), name
+            assert value.dtype == (torch.bfloat16 if file == "here/model" else torch.float32)
+            total += value.numel()
+    most, made = max(most for _, most, _ in found), sum(made for _, _, made in found)
+    assert made == (total if own == "master" else 0)
+    assert most <= 16 or tensor > 1  # what tensor ranks send each other is made at the beginning
 
 
 def one_step(config: dict[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

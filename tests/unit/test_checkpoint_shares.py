@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,11 +24,14 @@ from zerorun.checkpoint.gather import Collector
 from zerorun.checkpoint.inventory import Contents, TensorPart, together
 from zerorun.checkpoint.manifest import Manifest
 from zerorun.checkpoint.read import Read, Reader
+from zerorun.checkpoint.save import memory_of_parts
+from zerorun.checkpoint.tensorfile import dtype_of
 from zerorun.checkpoint.write_plan import MASTER, MODEL, WritePlan, make_plan
 from zerorun.distributed.layout import build_layout
 from zerorun.distributed.tensor_shard import TensorShard, fused_ranges
 from zerorun.distributed.topology import Topology
 from zerorun.errors import CheckpointError
+from zerorun.ops.rounding import MasterFormat
 
 quick = settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 parts = pytest.mark.parametrize("part", by_day(range(3), 0))  # of the examples
@@ -234,18 +237,19 @@ def collected(model: Model, plan: WritePlan) -> dict[tuple[str, str], torch.Tens
             model.topology.world_size, rank, pipe=model.topology.pipe, tensor=model.topology.tensor,
             shard_degree=model.topology.shard,
         )  # fmt: skip
-        memory = {(part.set, part.name): part.tensor for part in parts}
+        memory, rests = memory_of_parts(parts)
         assert len(memory) == len(parts)
 
         def read_peer(peer: int, address: int, out: torch.Tensor, seen: Topology = seen) -> None:
             assert peer in seen.ranks_along("shard"), "no rank reads beyond its shard group"
             ctypes.memmove(out.data_ptr(), address, out.numel() * out.element_size())
 
-        collectors.append(Collector(plan, memory, post.of(rank, seen), read_peer if rank in model.readers else None))
+        reader = read_peer if rank in model.readers else None
+        collectors.append(Collector(plan, memory, post.of(rank, seen), reader, rests))
     found = {}
     for task in plan.tasks:
         stretches = [stretch.clone() for stretch in collectors[task.writer].stretches(task)]
-        found[task.set, task.tensor.name] = torch.cat([torch.empty(0, dtype=torch.int64), *stretches])
+        found[task.set, task.tensor.name] = torch.cat([torch.empty(0, dtype=dtype_of(task.tensor.dtype)), *stretches])
     for collector in collectors:
         collector.finish()
     assert not any(post.waiting.values()), "something was sent that nobody took"
@@ -263,6 +267,28 @@ def test_every_element_comes_together_once(part: int, model: Model) -> None:
         assert torch.equal(found[key].view(whole.shape), whole), key
     names = [task.tensor.name for task in plan.tasks]
     assert names == sorted(names, key=model.order.index), "stages stand in their order"
+
+
+@parts
+@quick
+@given(model=models())
+def test_values_that_are_kept_in_two_tensors_come_together(part: int, model: Model) -> None:
+    """As fp32, from wherever the halves are, and a few at a time."""
+    for number, parts in enumerate(model.parts):
+        model.parts[number] = [in_two(part) if part.set == MASTER else part for part in parts]
+    found = collected(model, model.plan())
+    for key, whole in model.whole.items():
+        wanted = fp32_of(whole) if key[0] == MASTER else whole
+        assert torch.equal(found[key].view(whole.shape), wanted), key
+
+
+def fp32_of(numbers: torch.Tensor) -> torch.Tensor:
+    return (numbers % (1 << 24)).float()
+
+
+def in_two(part: TensorPart) -> TensorPart:
+    tensor, rest = MasterFormat.REMAINDER.parts(fp32_of(part.tensor))
+    return replace(part, tensor=tensor, rest=rest)
 
 
 @parts

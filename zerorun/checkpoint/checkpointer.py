@@ -105,7 +105,7 @@ class Checkpointer:
         target = self._meet("save_checkpoint()", look)
         if not asynchronous:
             self.subject.comm.fence()
-        captured = self.capture(target.tag, client_state or {}, trainable_only=trainable_only)
+        captured = self.capture(target.tag, client_state or {}, trainable_only=trainable_only, joined=False)
         captured.manifest.becomes_latest = latest
         captured.small |= self._adapters_file()
         path = self.saver.save(captured, target, asynchronous=asynchronous)
@@ -119,7 +119,7 @@ class Checkpointer:
         path, dtype = self._meet("export()", lambda: (directory_of(directory), dtype_of(asked)))
         self.saver.ranks.agree(attempt(self._compare_with_beginning)[1])
         self.subject.comm.fence()
-        captured = self.capture(path.name, {}, trainable_only=False)
+        captured = self.capture(path.name, {}, trainable_only=False, joined=False)
         captured.weights_only = True
         captured.parts = [part for part in captured.parts if part.set in (MODEL, MASTER)]
         if merge_adapter:
@@ -181,14 +181,14 @@ class Checkpointer:
             self._adapters = {ADAPTERS_FILE: found.to_bytes()} if found is not None else {}
         return self._adapters
 
-    def capture(self, tag: str, client_state: dict[str, Any], *, trainable_only: bool) -> Captured:
-        """What this rank has now. Its parts are where they are, not copied."""
-        captured, problem = attempt(lambda: self._capture_here(tag, client_state, trainable_only))
+    def capture(self, tag: str, client_state: dict[str, Any], *, trainable_only: bool, joined: bool = True) -> Captured:
+        """What this rank has now. Its parts are where they are, not copied, but for those in two tensors if ``joined``."""
+        captured, problem = attempt(lambda: self._capture_here(tag, client_state, trainable_only, joined))
         self.saver.ranks.agree(problem)
         assert captured is not None
         return captured
 
-    def _capture_here(self, tag: str, client_state: dict[str, Any], trainable_only: bool) -> Captured:
+    def _capture_here(self, tag: str, client_state: dict[str, Any], trainable_only: bool, joined: bool) -> Captured:
         inventory, rank = self.inventory, self.subject.topology.rank
         parts = list(inventory.weights(frozen=not trainable_only))
         named = {part.name for part in parts}
@@ -207,6 +207,7 @@ class Checkpointer:
             frozen=frozen,
             small=_model_description(self.subject.module, self.run.compute_dtype) if rank == 0 else {},
         )
+        captured.parts = [part.joined() for part in captured.parts] if joined else captured.parts
         captured.tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         return captured
 
@@ -404,10 +405,10 @@ def _exported(part: TensorPart, dtype: torch.dtype | None) -> TensorPart | None:
     """
     if part.set == MASTER and part.rounded is None:
         return None  # the weights are a part of their own
-    if not part.tensor.is_floating_point():
+    if not part.dtype.is_floating_point:
         return part
-    wanted = dtype or part.rounded or part.tensor.dtype
-    if part.set == MODEL and wanted == part.tensor.dtype:
+    wanted = dtype or part.rounded or part.dtype
+    if part.set == MODEL and wanted == part.dtype:
         return part
     return replace(part, set=CAST, rounded=wanted)
 

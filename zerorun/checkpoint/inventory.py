@@ -8,7 +8,7 @@ In place of a wrapper (plan/weights.py) stand the tensors that it consists of, n
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from ..zero.unit import Unit
 from .block_states import keeps_blocks, scale_shape, scale_shard
 from .ranks import leads_stage
 from .tensorfile import dtype_code
-from .write_plan import MASTER, MODEL, OPTIMIZER, Row
+from .write_plan import MASTER, MODEL, OPTIMIZER, Rest, Row
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,8 @@ class SavedParameter:
 class TensorPart:
     """Elements, from ``start`` on, of the flattened tensor ``name`` of ``set``, as a 1-D view of the memory they are in.
 
-    With a ``shard``, they are elements of that part of the tensor, flattened.
+    With a ``shard``, they are elements of that part of the tensor, flattened. With a ``rest``, the elements are those in
+    fp32 for which the two together stand (ops/rounding.py).
     """
 
     set: str
@@ -103,12 +104,24 @@ class TensorPart:
     shape: tuple[int, ...]  # of the whole tensor
     shard: TensorShard | None = None
     rounded: torch.dtype | None = None  # the set "model" gets a copy of it in this dtype
+    rest: torch.Tensor | None = None  # [n]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the elements."""
+        return self.tensor.dtype if self.rest is None else torch.float32
 
     def row(self) -> Row:
-        code = dtype_code(self.tensor.dtype, self.name)
+        code = dtype_code(self.dtype, self.name)
         rounded = dtype_code(self.rounded, self.name) if self.rounded is not None else ""
         address = self.tensor.data_ptr() if on_host(self.tensor) else 0
-        return Row(self.set, self.name, self.start, self.tensor.numel(), code, self.shape, address, rounded, self.shard)
+        rest = Rest(dtype_code(self.rest.dtype, self.name), self.rest.data_ptr()) if self.rest is not None else None
+        numel = self.tensor.numel()
+        return Row(self.set, self.name, self.start, numel, code, self.shape, address, rounded, self.shard, rest)
+
+    def joined(self) -> TensorPart:
+        """The same part in one tensor, a copy in host memory if it was in two."""
+        return self if self.rest is None else replace(self, tensor=join(self.tensor, self.rest).cpu(), rest=None)
 
 
 @dataclass
@@ -297,8 +310,9 @@ def _trainable_parts(name: str, home: SavedParameter, run: ParameterRun | None) 
     cut = slice(run.offset, run.offset + run.numel)
     owned = flat_group.master[cut]
     if flat_group.rest is not None:
-        owned = join(owned, flat_group.rest[cut]).cpu()
-    if flat_group.dtype == owned.dtype:
+        rest = flat_group.rest[cut]
+        yield TensorPart(MASTER, name, run.start, owned, home.shape, home.shard, flat_group.dtype, rest)
+    elif flat_group.dtype == owned.dtype:
         yield TensorPart(MODEL, name, run.start, owned, home.shape, home.shard)
     elif flat_group.dtype.itemsize < owned.element_size():  # weights are masters, rounded
         yield TensorPart(MASTER, name, run.start, owned, home.shape, home.shard, flat_group.dtype)

@@ -43,6 +43,7 @@ from .write import Destination, commit, index_files, small_tensor_file, write_te
 from .write_plan import OPTIMIZER, STATE, STATE_FILE, WritePlan, make_plan
 
 Scalar = tuple[Any, str | None]  # (plain value, dtype if it was a 0-dim tensor)
+_Key = tuple[str, str]  # (set, name)
 
 
 @dataclass
@@ -167,12 +168,15 @@ class Saver:
         for part in parts:
             key = part.set, part.name
             place = self._staging.get(key)
-            if place is None or place.numel() != part.tensor.numel() or place.dtype != part.tensor.dtype:
-                place = host_empty(part.tensor.numel(), part.tensor.dtype, pinned=on_gpu(part.tensor))
+            if place is None or place.numel() != part.tensor.numel() or place.dtype != part.dtype:
+                place = host_empty(part.tensor.numel(), part.dtype, pinned=on_gpu(part.tensor))
                 self._staging[key] = place
-            sources.append(part.tensor)
-            places.append(place)
-            staged.append(replace(part, tensor=place))
+            if part.rest is None:
+                sources.append(part.tensor)
+                places.append(place)
+            else:
+                place.copy_(part.joined().tensor)  # one after the other
+            staged.append(replace(part, tensor=place, rest=None))
         if places:
             torch._foreach_copy_(places, sources)
         for device in {source.device for source in sources}:
@@ -183,13 +187,13 @@ class Saver:
         ranks = self.ranks
         target.tag = ranks.first(lambda: target.tag)
         plan = plan_together(captured.parts, captured.order, ranks)
-        memory = {(part.set, part.name): part.tensor for part in captured.parts}
+        memory, rests = memory_of_parts(captured.parts)
         if any(ranks.gather(bool(captured.frozen))):
             captured.manifest.frozen_base = frozen_sums(captured.frozen, captured.order, ranks, self._read_peer)
         facts = merge_facts(ranks.gather(captured.facts(ranks)))
 
         def write() -> dict[str, FileRecord]:
-            collector = Collector(plan, memory, ranks, self._read_peer)
+            collector = Collector(plan, memory, ranks, self._read_peer, rests)
             return write_tensors(plan, collector, ranks.rank, target)
 
         def finish(records: dict[str, FileRecord]) -> tuple[dict[str, bytes], Manifest | None]:
@@ -200,7 +204,19 @@ class Saver:
 
 def host_copies(parts: list[TensorPart]) -> list[TensorPart]:
     """The same parts with their elements in host memory. Those that are there already are not copied."""
-    return [part if on_host(part.tensor) else replace(part, tensor=part.tensor.cpu()) for part in parts]
+    return [
+        part
+        if on_host(part.tensor)
+        else replace(part, tensor=part.tensor.cpu(), rest=None if part.rest is None else part.rest.cpu())
+        for part in parts
+    ]
+
+
+def memory_of_parts(parts: Iterable[TensorPart]) -> tuple[dict[_Key, torch.Tensor], dict[_Key, torch.Tensor]]:
+    """For a :class:`Collector`: the tensors of ``parts``, and their rests."""
+    found = list(parts)
+    rests = {(part.set, part.name): part.rest for part in found if part.rest is not None}
+    return {(part.set, part.name): part.tensor for part in found}, rests
 
 
 def plan_together(parts: list[TensorPart], order: list[str], ranks: Ranks) -> WritePlan:
@@ -223,7 +239,8 @@ def frozen_sums(
     if read_peer is not None:
         parts = host_copies(parts)
     plan = plan_together(parts, order, ranks)
-    collector = Collector(plan, {(part.set, part.name): part.tensor for part in parts}, ranks, read_peer)
+    memory, rests = memory_of_parts(parts)
+    collector = Collector(plan, memory, ranks, read_peer, rests)
     sums = {}
     for task in plan.tasks:
         if task.writer == ranks.rank:

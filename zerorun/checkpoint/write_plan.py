@@ -15,8 +15,10 @@ embedding table that two pipeline stages use, comes from one of them: from the w
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
+
+import torch
 
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Coordinate, Topology
@@ -28,8 +30,17 @@ MODEL, MASTER, OPTIMIZER, STATE = "model", "master", "optimizer.", "state"
 STATE_FILE = f"{STATE}-00001-of-00001.safetensors"
 CAST = "cast."  # prefix of tensors that are only written in the dtype ``rounded``: into the set that follows it, or model
 ADAPTER = "adapter_model"  # PEFT's name for an adapter's only file; also the name of its set, maybe with a folder in front
+NARROW = torch.bfloat16  # the dtype of parts that have a rest, which has as many bytes
 # The most bytes in a file, unless a single tensor has more: what the Hugging Face hub's tools make.
 MAX_FILE_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a part in bf16 leaves out of the fp32 values for which it stands: its dtype, and where it is in memory."""
+
+    dtype: str
+    address: int
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Row:
     ``dtype`` and ``shape`` are those of the whole tensor. ``address``: where the part is in the rank's memory.
     ``rounded``: the dtype of a copy of the tensor, in the set ``model`` or the one after ``CAST``; empty if there is none.
     ``shard``: the part of the tensor that the rank's column has, if not all; ``start`` then counts in that, flattened.
+    ``rest``: what is beside the part, which is in bf16 then, if the tensor is in fp32.
     """
 
     set: str
@@ -50,6 +62,7 @@ class Row:
     address: int = 0
     rounded: str = ""
     shard: TensorShard | None = None
+    rest: Rest | None = None
 
     @property
     def whole_numel(self) -> int:
@@ -65,7 +78,8 @@ _Column = tuple[bool, int, int, int]  # whether it is of another replica than th
 class Source:
     """Elements ``start .. start + numel`` of a tensor, at ``address`` of ``rank``: ``offset`` elements into its part.
 
-    With a ``shard``, ``start`` counts in that, and the elements need not be contiguous in the whole tensor.
+    With a ``shard``, ``start`` counts in that, and the elements need not be contiguous in the whole tensor. ``rest``: as
+    for :class:`Row`, of these elements.
     """
 
     rank: int
@@ -74,6 +88,7 @@ class Source:
     address: int
     offset: int = 0
     shard: TensorShard | None = None
+    rest: Rest | None = None
 
 
 @dataclass
@@ -221,12 +236,13 @@ def _of_column(rows: _Rows, tensor: Described, writer: int) -> Iterator[Source]:
 def _of_row(rank: int, row: Row) -> Iterator[Source]:
     """The sources of one part: the part itself, or its stretches of the whole tensor if they are few."""
     if row.shard is None or not in_stretches(row.shard):
-        yield Source(rank, row.start, row.numel, row.address, 0, row.shard)
+        yield Source(rank, row.start, row.numel, row.address, 0, row.shard, row.rest)
         return
-    itemsize = dtype_of(row.dtype).itemsize
+    rest, itemsize = row.rest, dtype_of(row.dtype).itemsize if row.rest is None else NARROW.itemsize
     for block in blocks(row.shard, row.start, row.numel):
         for cut in block.cuts:
-            yield Source(rank, cut.there, cut.width, row.address + cut.here * itemsize, cut.here)
+            beside = None if rest is None else replace(rest, address=rest.address + cut.here * NARROW.itemsize)
+            yield Source(rank, cut.there, cut.width, row.address + cut.here * itemsize, cut.here, rest=beside)
 
 
 def _check_shards(shards: Sequence[TensorShard], tensor: Described) -> None:
