@@ -2103,7 +2103,7 @@ MUTANTS = (
         "zerorun/checkpoint/write_plan.py",
         "            beside = None if rest is None else replace(rest, address=rest.address + cut.here * NARROW.itemsize)",
         "            beside = rest",
-        ("tests/unit/test_checkpoint_shares.py",),
+        ("tests/unit/test_checkpoint_shares.py::test_what_is_beside_a_stretch_is_as_far_in_its_part",),
     ),
     Mutant(
         "remainders-are-not-loaded",

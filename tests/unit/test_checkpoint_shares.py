@@ -18,7 +18,7 @@ from covering import by_day
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from zerorun.checkpoint import cuts, gather
+from zerorun.checkpoint import cuts, gather, write_plan
 from zerorun.checkpoint.cuts import blocks, in_stretches, put, span, take
 from zerorun.checkpoint.gather import Collector
 from zerorun.checkpoint.inventory import Contents, TensorPart, together
@@ -26,7 +26,7 @@ from zerorun.checkpoint.manifest import Manifest
 from zerorun.checkpoint.read import Read, Reader
 from zerorun.checkpoint.save import memory_of_parts
 from zerorun.checkpoint.tensorfile import dtype_of
-from zerorun.checkpoint.write_plan import MASTER, MODEL, WritePlan, make_plan
+from zerorun.checkpoint.write_plan import MASTER, MODEL, Rest, Row, WritePlan, make_plan
 from zerorun.distributed.layout import build_layout
 from zerorun.distributed.tensor_shard import TensorShard, fused_ranges
 from zerorun.distributed.topology import Topology
@@ -280,6 +280,13 @@ def test_values_that_are_kept_in_two_tensors_come_together(part: int, model: Mod
     for key, whole in model.whole.items():
         wanted = fp32_of(whole) if key[0] == MASTER else whole
         assert torch.equal(found[key].view(whole.shape), wanted), key
+
+
+def test_what_is_beside_a_stretch_is_as_far_in_its_part() -> None:
+    shard = TensorShard((8, 2), 0, ((0, 2), (4, 6)))
+    row = Row(MASTER, "x", 0, 8, "F32", (8, 2), 1000, "BF16", shard, Rest("I16", 5000))
+    found = [(s.offset, s.numel, s.address, s.rest) for s in write_plan._of_row(0, row)]
+    assert found == [(0, 4, 1000, Rest("I16", 5000)), (4, 4, 1008, Rest("I16", 5008))]
 
 
 def fp32_of(numbers: torch.Tensor) -> torch.Tensor:
