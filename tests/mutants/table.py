@@ -1019,7 +1019,7 @@ MUTANTS = (
         "staged-in-another-dtype",
         "stale",
         "zerorun/checkpoint/save.py",
-        "            if place is None or place.numel() != part.tensor.numel() or place.dtype != part.tensor.dtype:",
+        "            if place is None or place.numel() != part.tensor.numel() or place.dtype != part.dtype:",
         "            if place is None or place.numel() != part.tensor.numel():",
         ("tests/unit/test_checkpoint_save.py::test_copies_are_what_was_to_be_saved",),
     ),
