@@ -896,16 +896,20 @@ def test_batch_sizes_that_say_auto_are_told_so(keys: list[str], tmp_path: Path) 
     assert resolve(load_config(path), data_parallel_size=2, micro_batch_hint=3).train_batch_size == 6
 
 
-def test_compressing_optimizers_fall_back_if_the_file_allows_it() -> None:
-    """Without its keywords of compression; otherwise the error names both ways out."""
-    params = {"lr": 1e-3, "freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl"}
-    section = {"type": "OneBitAdam", "params": params}
+@pytest.mark.parametrize(
+    ("name", "plain", "kept"),
+    [("OneBitAdam", "Adam", {}), ("ZeroOneAdam", "Adam", {}), ("OneBitLamb", "Lamb", {"max_coeff": 0.3})],
+)
+def test_compressing_optimizers_fall_back_if_the_file_allows_it(name: str, plain: str, kept: dict[str, Any]) -> None:
+    """Without their keywords of compression; otherwise the error names both ways out."""
+    params = {"lr": 1e-3, **kept, "freeze_step": 400, "cuda_aware": False, "comm_backend_name": "nccl"}
+    section = {"type": name, "params": params}
     config = load_config({"train_batch_size": 8, "optimizer": {**section, "allow_fallback": True}})
     assert config.optimizer is not None
-    assert (config.optimizer.type, config.optimizer.params) == ("Adam", {"lr": 1e-3})
+    assert (config.optimizer.type, config.optimizer.params) == (plain, {"lr": 1e-3, **kept})
     with pytest.raises(ConfigError, match="allow_fallback") as refused:
         load_config({"train_batch_size": 8, "optimizer": section})
-    assert 'Use "Adam", and remove freeze_step' in str(refused.value)
+    assert f'Use "{plain}", and remove freeze_step' in str(refused.value)
 
 
 def test_monitors_are_off_unless_they_are_switched_on() -> None:

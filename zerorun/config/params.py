@@ -334,7 +334,7 @@ TORCH_SCHEDULERS: dict[str, type[ScheduleParams]] = {
 _REFUSED_OPTIMIZERS = {
     "onebitadam": ("Adam", "compressed 1-bit communication is not built"),
     "zerooneadam": ("Adam", "compressed 0/1 communication is not built"),
-    "onebitlamb": ("AdamW", "compressed 1-bit communication is not built"),
+    "onebitlamb": ("Lamb", "compressed 1-bit communication is not built"),
     "muadam": ("Adam", "the mup package's optimizers are not supported"),
     "muadamw": ("AdamW", "the mup package's optimizers are not supported"),
     "musgd": ("SGD", "the mup package's optimizers are not supported"),
@@ -345,7 +345,7 @@ _REFUSED_OPTIMIZERS = {
     "sparseadam": ("Adam", "SparseAdam needs sparse gradients, and gradients are reduced as parts of flat buffers"),
 }
 # Of these, the names that become what to use instead where the file allows it: they are that, and compress what they send.
-_FALLBACKS = ("onebitadam", "zerooneadam")
+_FALLBACKS = ("onebitadam", "zerooneadam", "onebitlamb")
 # Lower-case name -> why a configuration cannot describe it.
 _CALLABLES = "its parameters are functions, which a configuration cannot hold."
 _SCHEDULES = "its parameters are other schedules, which a configuration cannot hold."

@@ -55,8 +55,8 @@ class Optimizer(Section):
     params: dict[str, Any] = Field(default_factory=dict)
     """Keywords of the optimizer, checked by name and type. `lr` and `weight_decay` may be "auto" if a Trainer sets them."""
     allow_fallback: Flag = False
-    """true: a type that compresses what it sends (OneBitAdam, ZeroOneAdam) becomes Adam, with a warning, instead of being
-    refused."""
+    """true: a type that compresses what it sends becomes the plain one, with a warning, instead of being refused:
+    OneBitAdam and ZeroOneAdam become Adam, OneBitLamb becomes Lamb."""
     legacy_fusion: Annotated[Flag, Inert("the update always runs over the flat shard.", unless=False)] = False
 
     @classmethod

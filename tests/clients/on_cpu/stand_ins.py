@@ -95,10 +95,13 @@ def _room() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="stand_ins_")
 
 
-@cache
 def folder_of(name: str) -> str:
     """A folder with a random model of the kind that the name on the hub says, and with its tokenizer."""
-    kind = next((kind for part, kind in KINDS.items() if part in name.lower()), "gpt2")
+    return _folder_with(next((kind for part, kind in KINDS.items() if part in name.lower()), "gpt2"))
+
+
+@cache
+def _folder_with(kind: str) -> str:
     folder = Path(_room().name, kind)
     config = transformers.AutoConfig.for_model(kind)
     if kind != "mobilevit":
