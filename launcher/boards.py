@@ -265,6 +265,15 @@ def is_gone(pid: int) -> bool:
     return _state(f"/proc/{pid}") in ("", "Z")
 
 
+def descendants(pid: int) -> list[int]:
+    """The children of a process, theirs, and so on."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    return [*found, *(other for child in found for other in descendants(child))]
+
+
 def _state(folder: str) -> str:
     """The letter of a process or thread in /proc, such as S; empty if it is gone."""
     try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from zerorun.watch.board import RankProgress, Sight
 from zerorun.watch.pace import Pace, Window
-from zerorun.watch.sizes import differing
+from zerorun.watch.sizes import differing, left_early
 from zerorun.watch.verdict import Ended, Hang, Standing, is_late, judge
 
 from .boards import Seen, training_first
@@ -102,6 +102,10 @@ class Hangs:
         """Who had another size than others for a collective, in words, by the last boards; None if nobody had."""
         found = differing({rank: seen.sight for rank, (_, seen) in self._seen.items()})
         return None if found is None else found.text(self._name)
+
+    def left_early(self, ended: Iterable[int]) -> str | None:
+        """Which of the ranks that have ``ended`` had left its script while others still needed it, in words; None: none."""
+        return left_early({rank: sight for rank in ended if (sight := self._last(rank)) is not None})
 
     @property
     def guilty(self) -> tuple[int, ...]:

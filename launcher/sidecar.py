@@ -26,7 +26,7 @@ from zerorun.watch.board import RankProgress
 from zerorun.watch.pace import Window
 
 from .agent import Agent, Message
-from .boards import Boards, Seen, is_gone, open_board
+from .boards import Boards, Seen, descendants, is_gone, open_board
 from .by_hand import GuestNode, enter
 from .dump import job_of, variables
 from .failures import RULE, WorkerEnd
@@ -38,7 +38,7 @@ from .node import Listener
 _LOOK_SECONDS = 0.5
 _STACK_SECONDS = 0.5  # for a rank to write its stacks
 _START_SECONDS = 600.0  # for the other ranks of this host to make their boards, where their number is not known
-_OTHERS_SECONDS = 3.0  # for ranks to end because a guilty one has
+_OTHERS_SECONDS = 1.0  # for whoever has started the guilty to see that it was the first to end
 
 
 class AdoptedRanks:
@@ -88,7 +88,9 @@ class AdoptedRanks:
         for process in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdecimal()):
             if process not in self._processes.values() and job_of(variables(process)) == self._job:
                 with contextlib.suppress(OSError, ValueError):
-                    self._processes[self._boards.adopt(process, *open_board(process), now)] = process
+                    rank = self._boards.adopt(process, *open_board(process), now)
+                    self._processes[rank] = process
+                    self._listener.hangs.on_seen(rank, None)  # so that it is known where it is
 
     def _note_ends(self, now: float) -> None:
         for rank, process in self._processes.items():
@@ -112,10 +114,12 @@ class AdoptedRanks:
         """Do nothing: without the others nobody knows whether they have to end."""
 
     def end(self, ranks: Iterable[int]) -> None:
-        """Kill those of ``ranks`` that are here."""
-        for rank in set(ranks) & set(self._processes) - self._ended:
+        """Kill those of ``ranks`` that are here, and what they have started, such as processes that load their data."""
+        processes = [self._processes[rank] for rank in set(ranks) & set(self._processes) - self._ended]
+        started = [child for process in processes for child in descendants(process) if child != os.getpid()]
+        for process in (*processes, *started):
             with contextlib.suppress(OSError):
-                os.kill(self._processes[rank], signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
 
     def end_now(self) -> None:
         """Look at no board any more."""
@@ -198,7 +202,7 @@ class Sidecar:
         self.begun = time.monotonic()
         self.places: dict[int, _Host] = {}
         self.ends: dict[int, WorkerEnd] = {}
-        self._secret, self._told_sizes = secret, False
+        self._secret, self._told_cause = secret, False
         self._several, self._world_size = listener is not None, world_size
         self._selector = selectors.DefaultSelector()
         self.hangs = Hangs(world_size, self._host_of, _say, self._ask_stacks, self._show_slow)
@@ -220,7 +224,7 @@ class Sidecar:
             self._own.tick(now)
             for _, guest in self._there():
                 guest.tick(now)
-            self._tell_sizes()
+            self._tell_cause()
             silent = self._silent()
             if self.hangs.must_end(self.ends, now):
                 self._end_job(self.hangs.report(), self.hangs.guilty)
@@ -229,12 +233,13 @@ class Sidecar:
                 self._end_job(silent, ())
                 return
 
-    def _tell_sizes(self) -> None:
-        """Say once, when a rank has ended, that ranks had different sizes for a collective: it may have ended of that."""
-        sizes = None if self._told_sizes or not self.ends else self.hangs.other_sizes()
-        if sizes is not None:
-            self._told_sizes = True
-            _say(f"{RULE}\nzerorun: {sizes}\n{RULE}")
+    def _tell_cause(self) -> None:
+        """Say once, when ranks have ended, why that may be: the program that has started them does not know."""
+        if self.ends and not self._told_cause:
+            cause = self.hangs.other_sizes() or self.hangs.left_early(self.ends)
+            if cause is not None:
+                self._told_cause = True
+                _say(f"{RULE}\nzerorun: {cause}\n{RULE}")
 
     def _there(self) -> list[tuple[_Host, GuestNode]]:
         return [(host, host.node) for host in self._guests if isinstance(host.node, GuestNode)]

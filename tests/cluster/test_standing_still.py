@@ -161,7 +161,12 @@ def test_a_host_that_is_frozen(cluster: Cluster, tmp_path: Path, hosts: int) -> 
         ("endless loop", BUSY),
         ("whole weights alone", ORDER),
         ("stopped", "rank 1 on node1 is stopped"),
-        ("frozen", "node1 is lost"),
+        (
+            "frozen",
+            "host node1 is lost: nothing was heard from it for 6 s: the host or the network is down. Its ranks: 1\n",
+        ),
+        ("fewer batches", "rank 1 has come to the end of its script after 10 micro-batches, and then rank 0 began '"),
+        ("other shape", f"{SIZES}rank 0 on node0 has 12 bytes, rank 1 on node1 has 24 bytes."),
     ],
 )
 def test_ranks_of_torchrun_on_several_hosts(cluster: Cluster, tmp_path: Path, kind: str, words: str) -> None:
@@ -181,14 +186,15 @@ def test_ranks_of_torchrun_on_several_hosts(cluster: Cluster, tmp_path: Path, ki
     if kind == "frozen":
         cluster[1].shell("kill -STOP $(pgrep -f '[l]auncher.sidecar|[t]rain.py')")
     err = jobs[0].communicate(timeout=60 * patience())[1]
-    assert time.monotonic() - begun < 25 * patience(), err  # torchrun itself takes some seconds
+    assert time.monotonic() - begun < 15 * patience(), err
     if kind == "frozen":
         cluster[1].shell("kill -KILL $(pgrep -f '[l]auncher.sidecar|[t]rain.py')", check=False)
         jobs[1].send_signal(signal.SIGCONT)  # nsenter stops with its child
     jobs[1].communicate(timeout=60 * patience())
-    assert all(job.returncode not in (0, None) for job in jobs)
+    assert jobs[0].returncode not in (0, None)
+    assert jobs[1].returncode not in (0, None) or kind == "fewer batches"  # its ranks have ended well
     report = err.split("=" * 80)[1]
-    assert "zerorun: the job hangs: " in report and words in report
+    assert words in report
     assert "in planted_bug" in report or kind not in IN_PLANTED_BUG
     assert_nothing_left(cluster, 5)
 

@@ -2552,9 +2552,9 @@ MUTANTS = (
     Mutant(
         "sizes-of-other-groups-are-compared",
         "rank",
-        "zerorun/watch/sizes.py",
-        "            found[note[:-1]][rank] = note.size",
-        "            found[note[:1]][rank] = note.size",
+        "zerorun/watch/board.py",
+        "        return self[:-1]",
+        "        return self[:1]",
         ("tests/unit/test_sizes.py::test_what_is_not_the_same_collective_is_not_compared",),
     ),
     Mutant(
@@ -2596,5 +2596,21 @@ MUTANTS = (
         "            if bytes_there != size:",
         "            if False:",
         ("tests/ranks/test_peer_memory.py::test_ranks_with_tensors_of_other_sizes_are_told",),
+    ),
+    Mutant(
+        "who-has-left-is-asked-for-what-others-make",
+        "rank",
+        "zerorun/watch/sizes.py",
+        "        if note.collective in known or rank not in note.members(world_size):",
+        "        if note.collective in known:",
+        ("tests/unit/test_sizes.py::test_a_rank_that_has_left_and_is_not_needed",),
+    ),
+    Mutant(
+        "loaders-of-a-rank-that-was-ended-stay",
+        "rank",
+        "launcher/sidecar.py",
+        "        for process in (*processes, *started):",
+        "        for process in processes:",
+        ("tests/unit/test_sidecars.py::test_a_rank_that_stands_still_is_named_and_ended",),
     ),
 )

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from harness import patience
 
+from zerorun.launcher.boards import is_gone
 from zerorun.watch import board, sidecars
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
@@ -140,7 +141,7 @@ def test_who_has_started_a_rank_and_where(environment: dict[str, str], by_anothe
 
 
 RANKS = """
-import os, sys, time
+import os, subprocess, sys, time
 from zerorun.watch.board import Phase, board, limit_waits, only, show_board, watch_other_hosts
 class Store:
     def set(self, key, value):
@@ -151,6 +152,8 @@ class Store:
             time.sleep(0.02)
         return open("value", "rb").read()
 def planted_bug():
+    if os.environ["RANK"] == "1":  # such as a process that loads data
+        open("child", "w").write(str(subprocess.Popen(["sleep", "100"]).pid))
     time.sleep(100)
 show_board()
 watch_other_hosts(Store(), "127.0.0.1")
@@ -162,6 +165,73 @@ if os.environ["RANK"] == "0":
     board.wait_begins("gather", only(1), 3)
 planted_bug()
 """
+
+
+ENDS = """
+import os, sys, time
+from zerorun.watch.board import ALL, Phase, board, limit_waits, show_board
+show_board()
+rank = int(os.environ["RANK"])
+board.end_batch(5, 5, over=True)
+board.note_size("gather", ALL, 1, 8 + 8 * (sys.argv[1] == "sizes" and rank == 1))
+if sys.argv[1] == "left":
+    if rank == 1:
+        board.enter(Phase.LEFT)
+    else:
+        board.note_size("gather", ALL, 2, 8)
+board.wait_begins("gather", ALL, 1)
+open(f"here.{rank}", "w").close()
+while not os.path.exists("end"):
+    time.sleep(0.02)
+"""
+
+
+def watched_by(rank: int) -> int:
+    """How many boards the supervisor has that a rank has started."""
+    found = []
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{rank}/task/{rank}/children").read_text().split():
+            found += [os.readlink(file) for file in Path(f"/proc/{child}/fd").iterdir()]
+    return sum(file.startswith(f"/memfd:{board.STACKS_NAME}") for file in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("sizes", "ranks disagree on the size of 'gather': rank 0 has 8 bytes, rank 1 has 16 bytes."),
+        ("left", "rank 1 has come to the end of its script after 5 micro-batches, and then rank 0 began 'gather', "),
+        ("nothing", ""),
+    ],
+)
+def test_why_ranks_may_have_ended(tmp_path: Path, kind: str, told: str) -> None:
+    """Their boards are read when they have ended. Who has started them knows their exit codes only."""
+    (tmp_path / "train.py").write_text(ENDS)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    job = {**kept, **TORCHRUN, "WORLD_SIZE": "2", "MASTER_PORT": f"{os.getpid()}", "MASTER_ADDR": tmp_path.name}
+    with (tmp_path / "err").open("w") as err:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "train.py", kind],
+                cwd=tmp_path,
+                env={**job, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"},
+                stdout=subprocess.PIPE,  # its supervisor closes that when it has begun, and writes on stderr alone
+                stderr=err,
+            )
+            for rank in range(2)
+        ]
+        deadline = time.monotonic() + 30 * patience()
+        while len(list(tmp_path.glob("here.*"))) < 2 or watched_by(ranks[0].pid) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (tmp_path / "end").touch()
+        for process in ranks:
+            process.communicate()
+    while (tmp_path / "err").read_text().count("=" * 80) < (2 if told else 0):
+        assert time.monotonic() < deadline, (tmp_path / "err").read_text()
+        time.sleep(0.05)
+    if not told:
+        time.sleep(1.5)
+    assert told in (tmp_path / "err").read_text() and (told or not (tmp_path / "err").read_text())
 
 
 @pytest.mark.parametrize("hosts", (1, 2))
@@ -189,6 +259,7 @@ def test_a_rank_that_stands_still_is_named_and_ended(tmp_path: Path, hosts: int)
             process.kill()
         told = first.communicate()[1]  # also of the supervisor, which ends with the last rank
         second.communicate()
+    assert is_gone(int((tmp_path / "child").read_text()))
     where = f" on {socket.gethostname()}" if hosts > 1 else ""
     assert f"zerorun: the job hangs: rank 1{where} does not move" in told, told
     assert "in planted_bug" in told

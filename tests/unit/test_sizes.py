@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import mmap
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from zerorun.watch.board import ALL, PAGE, Board, Phase, Sight, Span, read
-from zerorun.watch.sizes import OtherSizes, differing
+from zerorun.watch.sizes import SAME_NUMBER, OtherSizes, differing, left_early
 from zerorun.watch.verdict import Ended, Standing, judge
 
 Note = tuple[str, Span, int, int]
@@ -86,16 +86,47 @@ def test_the_first_difference_is_the_cause() -> None:
     assert found is not None and (found.label, found.sizes) == ("first", {0: 4, 1: 5})
 
 
+# -- who has left ----------------------------------------------------------------------------------------------------
+
+
+def left(*notes: Note) -> Sight:
+    return replace(board(*notes), phase=Phase.LEFT, batches=998)
+
+
+def gathers(numbers: range, label: str = "gather") -> list[Note]:
+    return [note(8, label, number) for number in numbers]
+
+
+def test_a_rank_that_has_left_while_others_need_it() -> None:
+    """They have begun two collectives more, the second of them in advance."""
+    others = [board(*gathers(range(20, 32)), at="gather"), board(*gathers(range(20, 31)), at="gather")]
+    found = left_early({0: others[0], 1: left(*gathers(range(15, 30))), 2: others[1]})
+    assert found == (
+        "rank 1 has come to the end of its script after 998 micro-batches, and then ranks 0, 2 began 'gather', which "
+        f"needs all of them. {SAME_NUMBER}"
+    )
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        board(*gathers(range(15, 30))),  # it ends by itself, and has made what it left with
+        board(*gathers(range(29, 40)), note(8, "pair", 1, (0, 2, 2))),  # the last is between others
+        board(),
+        left(*gathers(range(15, 40))),
+    ],
+    ids=["an error of its own", "a group of others", "no collective", "has left too"],
+)
+def test_a_rank_that_has_left_and_is_not_needed(other: Sight) -> None:
+    assert left_early({0: other, 1: left(*gathers(range(15, 30)))}) is None
+
+
 # -- in the verdict --------------------------------------------------------------------------------------------------
 
 
 def standing(rank: int, sight: Sight) -> Standing:
     wait_s = None if sight.wait_s is None else 50.0
-    return Standing(rank, f"node{rank}", 50.0, _with(sight, wait_s=wait_s), False)
-
-
-def _with(sight: Sight, **values: Any) -> Sight:
-    return Sight(**{**{name: getattr(sight, name) for name in sight.__dataclass_fields__}, **values})
+    return Standing(rank, f"node{rank}", 50.0, replace(sight, wait_s=wait_s), False)
 
 
 def test_ranks_in_different_collectives_because_of_a_size() -> None:
@@ -126,8 +157,8 @@ def test_how_long_a_barrier_of_the_script_takes_is_for_the_script_to_say(
     label: str, limit_s: float | None, ends: bool
 ) -> None:
     """Without "hang_timeout_s" the user is told, and torch's own limit ends the job."""
-    waits, works = (standing(rank, _with(board(at=at), limit_s=limit_s)) for rank, at in enumerate((label, "")))
-    waits = Standing(0, None, 700.0, _with(waits.sight, wait_s=700.0), False)
+    waits, works = (standing(rank, replace(board(at=at), limit_s=limit_s)) for rank, at in enumerate((label, "")))
+    waits = Standing(0, None, 700.0, replace(waits.sight, wait_s=700.0), False)
     works = Standing(1, None, 700.0, works.sight, False)
     found = judge({0: waits, 1: works}, {}, 2)
     assert found is not None and (found.cause, found.guilty) == ("busy", (1,))

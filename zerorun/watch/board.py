@@ -66,6 +66,7 @@ class Phase(IntEnum):
     COMPILE = auto()
     TRANSPORT = auto()  # no phase of its own: the work of sending and taking what ranks exchange, in any other
     DEVICE = auto()  # neither: the work of a GPU, which goes on beside all of them
+    LEFT = auto()  # the script is over, and not by an error
 
 
 class Word(IntEnum):
@@ -134,6 +135,12 @@ def span_of(ranks: Sequence[int]) -> Span:
     if not ranks:
         return NOBODY
     return ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1, len(ranks)
+
+
+def ranks_of(span: Span, world_size: int) -> range:
+    """The ranks of ``span``, of ``world_size``."""
+    first, stride, count = span
+    return range(world_size) if span == ALL else range(first, first + stride * count, stride or 1)
 
 
 class Board:
@@ -466,6 +473,15 @@ class SizeNote(NamedTuple):
     ranks: int
     size: int
 
+    @property
+    def collective(self) -> tuple[int, ...]:
+        """What is equal on all ranks."""
+        return self[:-1]
+
+    def members(self, world_size: int) -> range:
+        """The ranks of the collective."""
+        return ranks_of((self.first, self.stride, self.ranks), world_size)
+
     def is_of(self, label: str) -> bool:
         """True if the collective has this label."""
         return self.key >> 16 == checksum_of(label)
@@ -498,8 +514,7 @@ class Sight:
 
     def ranks(self, world_size: int) -> range:
         """The ranks of the collective that it waits in."""
-        first, stride, count = self.span
-        return range(world_size) if self.span == ALL else range(first, first + stride * count, stride)
+        return ranks_of(self.span, world_size)
 
 
 def read(page: mmap.mmap) -> Sight | None:

@@ -9,13 +9,14 @@ rank notes the sizes of its last collectives. They stay on its board, also when 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..log import counted, ranks_in_words
-from .board import Sight, SizeNote
+from .board import Phase, Sight, SizeNote
 
 _MOST_TOLD = 4  # different sizes
+SAME_NUMBER = "Remedy: give all ranks the same number of batches, and leave the loop on all of them at the same step."
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,48 @@ def differing(sights: Mapping[int, Sight]) -> OtherSizes | None:
     found: dict[tuple[int, ...], dict[int, int]] = defaultdict(dict)
     for rank, sight in sights.items():
         for note in sight.sizes:
-            found[note[:-1]][rank] = note.size
+            found[note.collective][rank] = note.size
     for sight in sights.values():
         for note in sight.sizes:
-            sizes = found[note[:-1]]
+            sizes = found[note.collective]
             if len(set(sizes.values())) > 1:
                 return OtherSizes(_label_of(note, sights), sizes)
     return None
+
+
+def left_early(sights: Mapping[int, Sight]) -> str | None:
+    """Say which rank has left its script before others, which then began a collective with it; None if none has.
+
+    ``sights``: of ranks that have ended. Only who has started them knows how, but the others cannot have ended well.
+    """
+    left = {rank: sight for rank, sight in sights.items() if sight.phase == Phase.LEFT}
+    for rank, sight in left.items():
+        waited: dict[int, SizeNote] = {}
+        for other in sights.keys() - left.keys():
+            note = _first_without(rank, sight, sights[other], len(sights))
+            if note is not None:
+                waited[other] = note
+        if waited:
+            return _too_early(rank, sight, sorted(waited), _label_of(next(iter(waited.values())), sights))
+    return None
+
+
+def _first_without(rank: int, sight: Sight, other: Sight, world_size: int) -> SizeNote | None:
+    """The first of the last collectives of ``other`` that needs ``rank``, which has not begun it."""
+    known, first = {note.collective for note in sight.sizes}, None
+    for note in reversed(other.sizes):
+        if note.collective in known or rank not in note.members(world_size):
+            break
+        first = note
+    return first
+
+
+def _too_early(rank: int, sight: Sight, waited: Sequence[int], label: str | None) -> str:
+    place = "a collective" if label is None else f"'{label}'"
+    return (
+        f"rank {rank} has come to the end of its script after {counted(sight.batches, 'micro-batch', 'es')}, and then "
+        f"{ranks_in_words(waited)} began {place}, which needs all of them. {SAME_NUMBER}"
+    )
 
 
 def _label_of(note: SizeNote, sights: Mapping[int, Sight]) -> str | None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ..log import counted, ranks_in_words
 from .board import NUMBERS, OF_SCRIPT, Phase, Sight
-from .sizes import differing
+from .sizes import SAME_NUMBER, differing
 
 SUSPECT_AFTER_S = 30.0  # unless "hang_timeout_s" says otherwise
 _LONGER = 5  # times the longest wait of this kind so far
@@ -42,8 +42,8 @@ _WORDS = {
     Phase.LOAD: "loading",
     Phase.WHOLE_WEIGHTS: "gathering whole weights",
     Phase.COMPILE: "compiling",
+    Phase.LEFT: "at the end of its script",
 }
-_SAME_NUMBER = "Remedy: give all ranks the same number of batches, and leave the loop on all of them at the same step."
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def _ended(one: Standing, gone: Sequence[Ended]) -> Hang:
         f"rank {first.rank}{others} has ended with exit code {first.returncode}{after}; "
         f"{one.name} has been waiting for it for {_waited(one):.0f} s, after {one.sight.batches}, at '{one.sight.label}'. "
     )
-    return Hang("ended", tuple(other.rank for other in gone), text + _SAME_NUMBER)
+    return Hang("ended", tuple(other.rank for other in gone), text + SAME_NUMBER)
 
 
 def _still(still: Sequence[Standing], standing: Mapping[int, Standing], world_size: int) -> Hang | None:

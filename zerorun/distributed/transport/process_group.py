@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import TopologyError
 from ...log import warn_once
-from ...watch.board import board, is_read, show_board, watch_other_hosts
+from ...watch.board import Phase, board, is_read, show_board, watch_other_hosts
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
 from ..script_calls import show_script_calls
 from ..topology import forget_everyone
@@ -219,6 +219,8 @@ def _rendezvous() -> tuple[int, int, str | None]:
 def shutdown() -> None:
     """Finish what is in flight and leave the process groups. Called at exit; afterwards engines are of no use."""
     failed = hasattr(sys, "last_value")  # an unhandled exception
+    if not failed:
+        board.enter(Phase.LEFT)
     drain_all(None if failed else _EXIT_TIMEOUT)
     if not (has_communicators() or _owns_process_group):
         return
