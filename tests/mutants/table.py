@@ -2394,6 +2394,14 @@ MUTANTS = (
         ("tests/ranks/test_memory_copies.py::test_engines_of_one_job_do_not_take_each_other_s_copies",),
     ),
     Mutant(
+        "gradients-come-to-the-host-for-nothing",
+        "bytes",
+        "zerorun/planner/step_time.py",
+        "            return max(all_reduce_seconds(cluster, family.every, nbytes), fetched)",
+        "            return all_reduce_seconds(cluster, family.every, nbytes)",
+        ("tests/unit/test_plan_search.py::test_gradients_come_to_host_memory_in_every_micro_batch",),
+    ),
+    Mutant(
         "what-a-start-loads-is-not-copied-anew",
         "stale",
         "zerorun/engine/saving.py",

@@ -105,17 +105,22 @@ def fitting(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[tuple[R
 
 
 def _placements(candidate: RunCandidate, cluster: Cluster, goal: Goal) -> Iterator[RunCandidate]:
-    """Yield where states and parameters may be, the fastest first. See [Note: dominance]."""
-    yield candidate
+    """Yield where states and parameters may be, the fastest first. See [Note: dominance].
+
+    One replica has nothing to divide: it is at stage 2 for gradients that leave the device, at 3 for parameters that do.
+    """
+    alone = candidate.replicas == 1
+    if not alone or candidate.stage < 2:
+        yield candidate
     if not goal.offload or not candidate.stage or candidate.second > 1:
         return
     host = replace(candidate, offload_optimizer=True)
-    yield host
-    params = replace(host, offload_params=True) if candidate.stage == 3 and goal.offload_params else None
-    if params is not None:
-        yield params
+    places = [] if alone and candidate.stage == 3 else [host]
+    if candidate.stage == 3 and goal.offload_params:
+        places.append(replace(host, offload_params=True))
+    yield from places
     if cluster.disk and candidate.precision != "bf16-pure":
-        yield from (replace(one, states_on_disk=True) for one in (host, params) if one is not None)
+        yield from (replace(one, states_on_disk=True) for one in places)
 
 
 def has_blocks_everywhere(shape: ModelShape, candidate: RunCandidate) -> bool:
@@ -165,7 +170,7 @@ def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCand
                     hides=goal.hides,
                     wire_bytes=2 if goal.precision == "bf16-pure" else 4,
                 )
-                yield from _stages(shape, cluster, base, batch // data)
+                yield from _stages(shape, cluster, goal, base, batch // data)
 
 
 def _divides(shape: ModelShape, tensor: int) -> bool:
@@ -176,7 +181,7 @@ def _divides(shape: ModelShape, tensor: int) -> bool:
     return not any(width % tensor for width in (shape.heads, shape.kv_heads, *widths))
 
 
-def _stages(shape: ModelShape, cluster: Cluster, base: RunCandidate, own: int) -> Iterator[RunCandidate]:
+def _stages(shape: ModelShape, cluster: Cluster, goal: Goal, base: RunCandidate, own: int) -> Iterator[RunCandidate]:
     """Yield ``base`` with stages, shard degrees, micro-batches and chunks. ``own``: sequences of a replica and step."""
     replicas = base.replicas
     near = cluster.per_node // base.tensor
@@ -189,7 +194,7 @@ def _stages(shape: ModelShape, cluster: Cluster, base: RunCandidate, own: int) -
                 splits = 1 < base.pipe <= batch.accumulation and chunks == 1
                 for one in (batch, replace(batch, zero_bubble=True)) if splits else (batch,):
                     yield from _experts(shape, one)
-                    for stage in (1, 2, 3) if replicas > 1 else (1,):
+                    for stage in (1, 2, 3) if replicas > 1 or goal.offload else (1,):
                         for shard in (replicas, *hybrid):
                             yield from _experts(shape, replace(one, stage=stage, shard=shard))
                     if hybrid and base.context == 1:  # a second copy of the weights in each node

@@ -31,6 +31,7 @@ from .model_shape import ModelShape
 
 _UPDATE, _FUSED_UPDATE = 40, 28  # bytes that an update moves per parameter
 _HOST_UPDATE, _OF_HOST = 28, 0.8  # the same in host memory, and the part of its bandwidth that the update reaches
+_HOST_SUM = 12  # bytes that adding a gradient of four bytes to a sum moves in host memory
 _ON_DISK = 24  # the same that are read from files and written to them, beside the update
 _ROUNDS = 4  # micro-batches that are simulated, for each stage
 _MOST_STAGES = 16  # of a zero-bubble schedule: to look for the best one of more takes long, and the formula is near
@@ -228,11 +229,20 @@ class StepModel:
 
     def _reduction(self, family: RankFamily, pieces: float = 1) -> float:
         c, cluster, nbytes = self.candidate, self.cluster, family.numel * self.candidate.wire_bytes
-        shard = family.shards.size
+        shard, fetched = family.shards.size, self._fetch(family.numel / family.shards.size)
         if c.stage == 0 or shard == 1:
-            return all_reduce_seconds(cluster, family.every, nbytes)
+            return max(all_reduce_seconds(cluster, family.every, nbytes), fetched)
         over_shards = pieces * gather_seconds(cluster, family.shards, nbytes / pieces)
-        return over_shards + all_reduce_seconds(cluster, family.copies, nbytes / shard)
+        return max(over_shards + all_reduce_seconds(cluster, family.copies, nbytes / shard), fetched)
+
+    def _fetch(self, numel: float) -> float:
+        """Return the seconds in which reduced gradients of a micro-batch come to host memory, and are added up there."""
+        c, cluster = self.candidate, self.cluster
+        if c.stage < 2 or not c.offload_optimizer or cluster.gpu.is_host:
+            return 0.0  # they stay where they are until the update
+        in_node = numel * min(cluster.per_node, cluster.gpus)
+        added = in_node * _HOST_SUM / (_OF_HOST * cluster.host_bandwidth) if c.accumulation > 1 else 0.0
+        return max(numel * c.wire_bytes / cluster.gpu.host_link, added)
 
     def _gather(self, family: RankFamily, pieces: float = 1) -> float:
         if self.candidate.stage == 0:
@@ -304,7 +314,8 @@ class StepModel:
             return own * (_FUSED_UPDATE if c.kernels is KernelGeneration.FUSED else _UPDATE) / self.kernels.bandwidth
         in_node = own * min(cluster.per_node, cluster.gpus)
         weights = 0 if c.offload_params else c.element  # which are copied where they are needed
-        copied = own * (c.wire_bytes + weights) / cluster.gpu.host_link
+        gradients = c.wire_bytes if c.stage == 1 else 0  # which others bring in the backward
+        copied = own * (gradients + weights) / cluster.gpu.host_link
         updated = in_node * _HOST_UPDATE / (_OF_HOST * cluster.host_bandwidth)
         return (max(updated, in_node * _ON_DISK / cluster.disk) if c.states_on_disk else updated) + copied
 
