@@ -7,11 +7,14 @@ from typing import Any
 import own_optimizers
 import pytest
 import reference
+import torch
 from harness import run_ranks
 from models import CASES
 from reference import Result, differences, train_reference
+from torch import nn
 from training import make_config, make_engine, shared_topology, train
 
+import zerorun
 from zerorun.errors import ModelError
 
 STEPS = 3
@@ -58,6 +61,39 @@ def held() -> tuple[int, list[int]]:
 def test_what_goes_by_elements_is_divided_evenly() -> None:
     (total, first), (_, second) = run_ranks(2, held)
     assert abs(sum(first) - sum(second)) <= 64 * len(first) and sum(first) + sum(second) >= total
+
+
+def asked(stage: int) -> tuple[dict[str, float], dict[str, torch.Tensor], list[float]]:
+    """(norms of gradients, masters that were edited, losses) of a model whose units are one matrix each."""
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    config = config_of("UnitRows", stage, zero_optimization={"unit_policy": ["Linear"]}, gradient_accumulation_steps=1)
+    engine = zerorun.initialize(model, config, topology=shared_topology())
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(4))
+    losses = []
+    for _ in range(2):
+        losses.append(engine(x).square().mean())
+        engine.backward(losses[-1])
+        norms = zerorun.zero.gradient_norms(engine.module)
+        engine.step()
+    for param in engine.module.parameters():
+        part = zerorun.zero.safe_get_local_fp32_param(param)
+        assert part is not None
+        zerorun.zero.safe_set_local_fp32_param(param, part * 2)
+    losses.append(engine(x).square().mean())
+    masters = {n: zerorun.zero.safe_get_full_fp32_param(param) for n, param in engine.module.named_parameters()}
+    engine.destroy()
+    return norms, masters, [loss.item() for loss in losses]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_units_that_one_rank_has_for_itself(stage: int) -> None:
+    """It is asked for them, and what it has is counted, as if the others had some of it."""
+    ((norms, masters, losses),) = run_ranks(1, asked, 0)
+    for found in run_ranks(2, asked, stage):
+        assert found[0] == pytest.approx(norms, rel=1e-5) and found[2] == pytest.approx(losses, rel=1e-5)
+        for name, value in masters.items():
+            torch.testing.assert_close(found[1][name], value)
 
 
 def refuse() -> None:

@@ -531,23 +531,15 @@ def test_the_chain_is_printed() -> None:
     assert config["bf16.rounding"].value == "stochastic" and config["bf16.bf16_optimizer_states"].value is True
 
 
-@pytest.mark.parametrize("key", ["bf16_master_weights_and_grads", "bf16_optimizer_states", "store_param_remainders"])
-@pytest.mark.parametrize("name", ["Lamb", "Adafactor", "Muon", "RAdam"])
-def test_other_optimizers_are_refused_by_name(name: str, key: str) -> None:
-    if name == "Muon":
-        key = "bf16_optimizer_states"
-    config = merged(make_config(1), {"bf16": {"enabled": True, key: True}})
-    config["optimizer"] = {"type": name, "params": {"lr": 1e-3}}
-    with pytest.raises(ConfigError, match=f"(?s)bf16.{key}.*{name} cannot.*Set optimizer.type to Adam, AdamW"):
+def test_momentum_of_muon_stays_in_fp32() -> None:
+    config = merged(make_config(1), {"bf16": {"enabled": True, **STATES}})
+    config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-3}}
+    with pytest.raises(ConfigError, match="(?s)bf16.bf16_optimizer_states.*Muon cannot.*remove the key"):
         zerorun.estimate_memory(net(), config, 2, device="cpu")
 
 
-def test_optimizers_of_the_client_and_of_8_bits_are_refused() -> None:
-    model = net()
-    config = merged(make_config(1), {"bf16": {"enabled": True, **PURE}})
-    config.pop("optimizer", None)
-    with pytest.raises(ConfigError, match="RAdam cannot"):
-        zerorun.estimate_memory(model, config, 2, device="cpu", optimizer=torch.optim.RAdam(model.parameters()))
-    config |= {"bf16": {"enabled": True, **STATES}, "optimizer": {"type": "AdamW8bit", "params": {"lr": 1e-3}}}
+def test_states_in_8_bits_are_not_kept_in_bf16() -> None:
+    config = merged(make_config(1), {"bf16": {"enabled": True, **STATES}})
+    config["optimizer"] = {"type": "AdamW8bit", "params": {"lr": 1e-3}}
     with pytest.raises(ConfigError, match="keeps states in 8 bits"):
-        zerorun.estimate_memory(model, config, 2, device="cpu")
+        zerorun.estimate_memory(net(), config, 2, device="cpu")

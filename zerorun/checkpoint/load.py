@@ -17,8 +17,8 @@ import torch
 from ..errors import CheckpointError
 from ..log import is_rank_zero, listed, logger
 from ..ops.single_pass import Adam8bit, SinglePassOptimizer
-from ..ops.state_format import BLOCK, SCALE, Blocks, held, keep_state
-from ..optim.parts import StateRange
+from ..ops.state_format import BLOCK, SCALE, Blocks, StateFormat, held, keep_state
+from ..optim.parts import PartsOptimizer, StateRange
 from ..plan.optimizer_states import new_states
 from ..plan.sharding_plan import ParameterRun
 from ..plan.weights import as_bytes, inner_tensors
@@ -362,7 +362,8 @@ class ModelLoader:
                 continue
             ranges = ranges_of(self.subject.optimizer.optimizer, piece, key)
             if ranges is not None:
-                state[key] = torch.zeros(sum(r.numel for r in ranges), device=piece.tensor.device)
+                dtype = self._dtype_of_state(piece, key, there.dtype)
+                state[key] = torch.zeros(sum(r.numel for r in ranges), dtype=dtype, device=piece.tensor.device)
                 reads += self._range_reads(kind, first, state[key], ranges)
                 continue
             home = self._home(piece, piece.runs[0])
@@ -374,7 +375,7 @@ class ModelLoader:
                 )
             shape = tuple(piece.tensor.shape) if whole else there.shape
             made: Any = old.get(key)
-            dtype = dtype_of(there.dtype)
+            dtype = self._dtype_of_state(piece, key, there.dtype)
             if not _is_tensor(made) or made.shape != shape or made.dtype != dtype or not made.is_contiguous():
                 made = torch.zeros(shape, dtype=dtype, device=piece.tensor.device)
             flat = made.view(-1)
@@ -385,6 +386,22 @@ class ModelLoader:
                 reads.append(Read(kind, first, 0, flat))
             state[key] = made
         return state
+
+    def _dtype_of_state(self, piece: OptimizerPiece, key: str, stored: str) -> torch.dtype:
+        """The dtype in which the optimizer keeps the state ``key`` of ``piece``. ``stored``: that of the checkpoint.
+
+        bf16 may come from a run that kept in bf16 what this one keeps in fp32.
+        """
+        found = dtype_of(stored)
+        if piece.format is StateFormat.BF16 and found.is_floating_point:
+            return torch.bfloat16
+        if found is torch.bfloat16 and self.subject.optimizer is not None:
+            if isinstance(self.subject.optimizer.optimizer, PartsOptimizer):
+                return torch.float32
+            small = torch.empty((2,) * piece.tensor.dim(), device=piece.tensor.device)
+            native: Any = new_states(self.subject.optimizer.optimizer, piece.group, small).get(key)
+            return torch.float32 if _is_tensor(native) and native.dtype == torch.float32 else found
+        return found
 
     def _read_formatted(self, piece: OptimizerPiece, states: dict[str, Any], key: str, reads: list[Read]) -> None:
         """Fill the state ``key`` of a piece, which has a format of its own, from the files, whatever they have."""

@@ -36,6 +36,7 @@ from ..memory.fitting import Fitting
 from ..monitors.breakdown import TimedModel
 from ..monitors.monitor import refuse_missing_libraries
 from ..monitors.observer import RunObserver
+from ..ops.rounding import MasterFormat
 from ..ops.single_pass import SinglePassOptimizer
 from ..optim.loss_scaler import LossScaler
 from ..optim.lr_schedules import build_schedule
@@ -75,7 +76,7 @@ from ..zero.part_sums import PartSums
 from ..zero.pieces import OptimizerPiece, build_pieces
 from ..zero.runtime import Removable, Runtime, refuse_managed
 from ..zero.sharded_model import ShardedModel
-from ..zero.sharded_optimizer import ShardedOptimizer
+from ..zero.sharded_optimizer import PiecesInFp32, ShardedOptimizer
 from ..zero.unit import Unit, links_of
 from .accumulation import Accumulation
 from .compilation import show_compilation
@@ -434,7 +435,20 @@ def _shard_optimizer(
     matrices = None
     if plan.matrices is not None and isinstance(optimizer, Muon):
         matrices = MatrixUpdates(plan, plan.matrices, optimizer, units, comm.stage())
-    return ShardedOptimizer(optimizer, pieces, units, comm, split_state, refuse_unused=refuse_unused, matrices=matrices)
+    in_fp32 = None
+    if not isinstance(optimizer, SinglePassOptimizer) and (raw.formats or raw.master is not MasterFormat.FP32):
+        cuts, seed = not (raw.whole or plan.by_parts), raw.seed
+        in_fp32 = PiecesInFp32(optimizer, lambda piece: () if seed is None else piece.origins(copies, seed), cuts=cuts)
+    return ShardedOptimizer(
+        optimizer,
+        pieces,
+        units,
+        comm,
+        split_state,
+        refuse_unused=refuse_unused,
+        matrices=matrices,
+        in_fp32=in_fp32,
+    )
 
 
 def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) -> Any:

@@ -10,7 +10,8 @@ sum it together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -113,6 +114,25 @@ class PartsOptimizer(torch.optim.Optimizer):
     def take_parts(self, parts: Sequence[Part], places: Mapping[Tensor, int], sum: SumOverRanks) -> None:
         """Update parts from now on. ``places``: each tensor in the parameter groups -> the index of its part."""
         self.parts, self._places, self._sum = tuple(parts), dict(places), sum
+
+    @property
+    def sum_over_ranks(self) -> SumOverRanks | None:
+        """What sums over ranks; None if no other rank has parts of the same parameters."""
+        return self._sum
+
+    def take_copies(self, copies: Mapping[Tensor, Tensor], sum: SumOverRanks | None) -> None:
+        """Update copies of parts from now on. ``copies``: each -> the tensor that it is a copy of."""
+        self._places = {copy: self._places[own] for copy, own in copies.items() if own in self._places}
+        self._sum = sum
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing is summed over ranks inside."""
+        kept, self._sum = self._sum, None
+        try:
+            yield
+        finally:
+            self._sum = kept
 
     def part_of(self, tensor: Tensor) -> Part:
         """What ``tensor``, one of the parameter groups, is a part of."""

@@ -54,7 +54,7 @@ class OptimizerStates:
     """The sizes of the states of ``raw``. ``unknown`` says why they are not known, if they cannot be found.
 
     ``scalars``: by name, those that are no tensors of one dimension or more. The optimizer itself is not touched: a copy of
-    it, or a new one of its class, takes the step, on ``device``.
+    it, or a new one of its class, takes the step, on ``device``. ``dtypes``: those of its states that are tensors.
     """
 
     def __init__(self, raw: RawOptimizer, device: torch.device) -> None:
@@ -74,14 +74,19 @@ class OptimizerStates:
         }
         self.scalars = {key: value for found in kept.values() for key, value in found.items() if _is_scalar(value)}
         self._tried = {trial: sum(map(stored_bytes, _tensors(found))) for trial, found in kept.items()}
+        self.dtypes = {value.dtype for found in kept.values() for value in _tensors(found)}
+        self._part_format = StateFormat.BF16 if StateFormat.BF16 in raw.formats.values() else StateFormat.FP32
 
     def bytes(self, group: int, shape: Sequence[int], format: StateFormat = StateFormat.FP32) -> int:
         """Return the bytes of the states of one tensor of ``shape`` in parameter group ``group``.
 
         ``format``: that of its states, if the optimizer is told.
         """
-        if format is not StateFormat.FP32:
+        if format is StateFormat.BLOCK8:
             return len(self._states.get((group, 1), ())) * format.nbytes(prod(shape))
+        if format is StateFormat.BF16:
+            states, parameter = self._states.get((group, len(shape)), ()), torch.Size(shape)
+            return sum(format.nbytes(prod(state.shape(parameter))) for state in states)
         first, *more = _alike(group, tuple(shape))
         found = self._tried.get(first)
         if found is None or found == self._as_small(group, first[1]):
@@ -91,7 +96,7 @@ class OptimizerStates:
     def bytes_of_part(self, part: Part) -> int:
         """Return the bytes of the states of ``part``, for an optimizer that is told of parts."""
         assert self._parts is not None
-        return sum(self._parts.state_numels(part).values()) * torch.float32.itemsize
+        return sum(map(self._part_format.nbytes, self._parts.state_numels(part).values()))
 
     def _as_small(self, group: int, shape: Iterable[int]) -> int:
         """Return the bytes for a tensor of this shape, assuming that it has the states of a small one."""

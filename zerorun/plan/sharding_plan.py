@@ -107,7 +107,8 @@ class FlatGroupPlan:
     ``dtype``: the dtype in which they are kept; ``given_dtype``: the one that the module has. ``packed``: memory that
     classes of other packages read in their own way (weights.py). ``optimizer_groups``: for each parameter, the optimizer's
     parameter group; empty if frozen; ``state_formats``: the format of its states there. ``owned``: the range of elements
-    whose master this rank has; ``master_is_weight``: the master is the weight itself. ``resident``: the flat buffer belongs
+    whose master this rank has; ``divides_updates``: others of the shard axis have other ranges. ``master_is_weight``: the
+    master is the weight itself. ``resident``: the flat buffer belongs
     to this unit alone and is always whole, and the shard is a part of it; so it is where no other rank of the shard group
     has these experts, though the unit shares slots. ``mapped``: the flat buffer is made of the memory of all ranks, so that
     gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them. ``coded``: gathers of the
@@ -128,6 +129,7 @@ class FlatGroupPlan:
     optimizer_groups: tuple[int, ...] = ()
     state_formats: tuple[StateFormat, ...] = ()
     owned: tuple[int, int] = (0, 0)
+    divides_updates: bool = False
     master_is_weight: bool = False
     resident: bool = True
     mapped: bool = False
@@ -179,8 +181,8 @@ class FlatGroupPlan:
 
     @property
     def owns_everything(self) -> bool:
-        """True at stage 0: every rank updates all elements."""
-        return self.trainable and self.owned_numel == self.layout.numel
+        """True if every rank updates all elements, as at stage 0. Not where one has all by chance, and others nothing."""
+        return self.trainable and self.owned_numel == self.layout.numel and not self.divides_updates
 
     def code_bytes(self, numel: int) -> int:
         """Return the bytes of the codes of ``numel`` elements in a gather."""

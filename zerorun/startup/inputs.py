@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..config.fields import ConfigNote
 from ..config.parse import Config, ModelFacts, data_parallel_degree, load_config, resolve, with_values
+from ..distributed.device import CPU
 from ..distributed.tensor_shard import shards_of
 from ..distributed.topology import Topology
 from ..errors import ConfigError, ConfigProblem, ModelError, ZerorunError
@@ -40,6 +41,7 @@ from ..optim.optimizers import (
 )
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
+from ..plan.optimizer_states import OptimizerStates
 from ..plan.weights import own_weight, refuse_unusable_weights
 from .matrix_roles import described, divide_by_role
 
@@ -269,18 +271,19 @@ def _raw_optimizer(
     tried = client
     if tried is None and (_keys_of_formats(config) or issubclass(resolve_optimizer(name, params)[0], SinglePassOptimizer)):
         tried = build_optimizer(name, params, [{**kept, "params": [torch.zeros(1)]} for kept in settings_of(groups)])
-    return raw if tried is None else _with_formats(raw, model, config, tried)
+    return raw if tried is None else _with_formats(raw, model, config, tried, needs)
 
 
-def _with_formats(raw: RawOptimizer, model: nn.Module, config: Config, tried: torch.optim.Optimizer) -> RawOptimizer:
+def _with_formats(
+    raw: RawOptimizer, model: nn.Module, config: Config, tried: torch.optim.Optimizer, needs: Needs
+) -> RawOptimizer:
     """Return ``raw`` with the formats of masters and states. ``tried``: the optimizer, or one made for other tensors.
 
     Raises ConfigError if the configuration wants other formats than the optimizer can have.
     """
     section = config.bf16
     if not isinstance(tried, SinglePassOptimizer):
-        _refuse_formats(config, type(tried).__name__, "its update computes in the dtype of what it keeps")
-        return raw
+        return _with_formats_in_fp32(raw, model, config, tried, needs)
     if raw.matrix_dtype is not None:
         _refuse_formats(config, "Muon", "its momentum is in fp32", ("bf16_optimizer_states",))
     formats = _state_formats(model, tried)
@@ -291,6 +294,28 @@ def _with_formats(raw: RawOptimizer, model: nn.Module, config: Config, tried: to
         raise ConfigError([ConfigProblem("bf16.bf16_optimizer_states", True, reason, remedy)])
     if states_in_bf16:
         formats = {id(param): StateFormat.BF16 for param in model.parameters()}
+    return replace(raw, formats=formats, master=_master_format(config), seed=_seed_of_chance(config))
+
+
+def _with_formats_in_fp32(
+    raw: RawOptimizer, model: nn.Module, config: Config, tried: torch.optim.Optimizer, needs: Needs
+) -> RawOptimizer:
+    """``_with_formats`` for an optimizer that steps fp32 copies of some of its tensors at a time (optim/in_fp32.py)."""
+    if not _keys_of_formats(config):
+        return raw
+    name = type(tried).__name__
+    if needs is Needs.MODEL:
+        _refuse_formats(config, name, "what it does to one parameter depends on others, and it steps some at a time")
+    if all(callable(getattr(tried, method, None)) for method in ("train", "eval")):
+        _refuse_formats(config, name, "its train() and eval() change masters between steps, where nothing is rounded")
+    states = OptimizerStates(raw, torch.device(CPU))
+    if states.unknown is not None:
+        _refuse_formats(config, name, states.unknown)
+    if foreign := states.dtypes - {torch.float32}:
+        found = str(min(foreign, key=str)).removeprefix("torch.")
+        _refuse_formats(config, name, f"it keeps states in {found} by itself", ("bf16_optimizer_states",))
+    in_bf16 = config.bf16.bf16_optimizer_states
+    formats = {id(param): StateFormat.BF16 for param in model.parameters()} if in_bf16 else {}
     return replace(raw, formats=formats, master=_master_format(config), seed=_seed_of_chance(config))
 
 
@@ -310,7 +335,7 @@ def _seed_of_chance(config: Config) -> int | None:
 
 def _refuse_formats(config: Config, name: str, reason: str, keys: Sequence[str] = _FORMATS) -> None:
     """Raise ConfigError, with all problems, for ``keys`` that let what the optimizer ``name`` keeps be in bf16."""
-    remedy = "Set optimizer.type to Adam, AdamW, AdamSAGE, Adagrad, Lion, SGD or Sophia, or remove the key."
+    remedy = "Set optimizer.type to another, such as AdamW, Lion, SGD or Adafactor, or remove the key."
     if wanted := [key for key in _keys_of_formats(config) if key in keys]:
         raise ConfigError([ConfigProblem(f"bf16.{key}", True, f"{name} cannot: {reason}.", remedy) for key in wanted])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 
 from ..config.parse import Config
 from ..distributed.device import on_device
-from ..ops.rounding import Origin, join
+from ..ops.rounding import MasterFormat, Origin, join
 from ..ops.single_pass import SinglePassOptimizer
 from ..ops.state_format import StateFormat
+from ..optim.in_fp32 import KeptTensor, StepsInFp32
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..optim.lr_schedules import build_schedule
 from ..optim.optimizers import build_optimizer
@@ -90,16 +92,24 @@ class Unsharded(Whole):
             for group, own in zip(raw.optimizer.param_groups, groups, strict=True):
                 group["params"] = own["params"]
         self.optimizer = raw.optimizer or build_optimizer(raw.name, raw.params, groups)
+        names = {id(param): stored_name(name) for name, param in task.model.named_parameters()}
+        self._rests = {self.masters[param]: rest for param, (_, rest) in kept.items() if rest is not None}
+        formats = {own: raw.formats.get(id(param), StateFormat.FP32) for param, own in self.masters.items()}
+        origins = {
+            own: (Origin(0, param.numel(), names[id(param)], seed=raw.seed),)
+            for param, own in (self.masters.items() if raw.seed is not None else ())
+        }
+        self._kept: dict[torch.Tensor, KeptTensor] = {}  # of what is stepped in fp32, with no gradient yet
         if isinstance(self.optimizer, SinglePassOptimizer):
-            formats = {own: raw.formats.get(id(param), StateFormat.FP32) for param, own in self.masters.items()}
             self.optimizer.formats.update(formats)
-            names = {id(param): stored_name(name) for name, param in task.model.named_parameters()}
-            for param, (_, rest) in kept.items():
-                if rest is not None:
-                    self.optimizer.rests[self.masters[param]] = rest
-                if raw.seed is not None:
-                    origin = Origin(0, param.numel(), names[id(param)], seed=raw.seed)
-                    self.optimizer.origins[self.masters[param]] = (origin,)
+            self.optimizer.rests.update(self._rests)
+            self.optimizer.origins.update(origins)
+        elif raw.formats or raw.master is not MasterFormat.FP32:
+            for number, group in enumerate(self.optimizer.param_groups):
+                for own in group["params"]:
+                    rest, known = self._rests.get(own), origins.get(own, ())
+                    self._kept[own] = KeptTensor(own, number, torch.empty(0), rest, formats[own], known)
+        self._steps = StepsInFp32(self.optimizer, cuts=False)
         self.scheduler = self._scheduler(task.options.get("lr_scheduler"))
         self.last_norm: float | None = None
 
@@ -122,8 +132,7 @@ class Unsharded(Whole):
     def exact(self, param: nn.Parameter) -> torch.Tensor:
         """Return what the master of ``param`` stands for, in the precision of its format."""
         master = self.masters[param].detach()
-        rests = self.optimizer.rests if isinstance(self.optimizer, SinglePassOptimizer) else {}
-        return join(master, rests.get(self.masters[param])).to(self._format.precision)
+        return join(master, self._rests.get(self.masters[param])).to(self._format.precision)
 
     def take_sums(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the sums of the gradients of what is trained."""
@@ -140,13 +149,19 @@ class Unsharded(Whole):
             for param, total in own.items():
                 sums.setdefault(param, joined(instead.get(names[id(param)], ()), total).to(total))
             clip = min(1.0, limit / (_norm(sums.values()) * unscale + 1e-6)) if limit else 1.0
+            in_fp32: list[KeptTensor] = []
             for param, total in sums.items():
                 gradient, master = total * (clip * unscale), self.masters[param]
                 if isinstance(self.optimizer, SinglePassOptimizer):
                     self.optimizer.gradients[master] = gradient  # which may be of another dtype
+                elif master in self._kept:
+                    in_fp32.append(replace(self._kept[master], gradient=gradient))
                 else:
                     master.grad = gradient
-            self.optimizer.step()
+            if in_fp32:
+                self._steps.step(in_fp32, 1.0)
+            else:
+                self.optimizer.step()
             if self.scheduler is not None:
                 self.scheduler.step()
         self.scaler.update(not math.isfinite(norm))

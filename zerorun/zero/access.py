@@ -33,7 +33,7 @@ def compare_request(model: ShardedModel, function: str, wanted: Sequence[str]) -
 def gathered(model: ShardedModel, flat_group: FlatGroup, owned: torch.Tensor, what: str) -> torch.Tensor:
     """Return the flat buffer [numel] made from every rank's ``owned`` [owned]. Collective unless a rank owns everything."""
     owned = owned.to(model.comm.device)
-    if owned.numel() == flat_group.layout.numel:
+    if flat_group.plan.owns_everything or flat_group.layout.degree == 1:
         return owned
     full = torch.empty(flat_group.layout.numel, dtype=owned.dtype, device=owned.device)
     channels = model.comm.of(flat_group.plan.family)
@@ -411,7 +411,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
         return None
     model, home = found
     master = found[1].flat_group.exact
-    if master.numel() != home.flat_group.layout.numel or model.parts.shards:
+    if not home.flat_group.plan.owns_everything or model.parts.shards:
         compare_request(model, "safe_get_full_fp32_param", [repr(home.name)])
     part = entry_view(home, gathered(model, home.flat_group, master, home.unit.name)).clone()
     return model.parts.whole(param, part)

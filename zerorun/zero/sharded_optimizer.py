@@ -15,7 +15,9 @@ from ..distributed.replication import Family
 from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
 from ..log import warn_once
+from ..ops.rounding import Origin
 from ..ops.single_pass import SinglePassOptimizer, Sophia, is_native, leave_to_torch
+from ..optim.in_fp32 import KeptTensor, StepsInFp32
 from .flat_group import TrainedGroup
 from .host_updates import begin_updates, take_in
 from .matrix_updates import MatrixUpdates
@@ -24,6 +26,27 @@ from .unit import Unit, finish_updates
 
 # Steps after which parameters that never had a gradient are named.
 WATCHED_STEPS = 10
+
+
+class PiecesInFp32:
+    """Steps ``optimizer`` in fp32, see optim/in_fp32.py. ``origins``: of a piece, for what is rounded by chance."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        origins: Callable[[OptimizerPiece], tuple[Origin, ...]],
+        *,
+        cuts: bool,
+    ) -> None:
+        self._steps, self._origins = StepsInFp32(optimizer, cuts=cuts), origins
+
+    def step(self, pieces: Iterable[OptimizerPiece], coefficient: float) -> None:
+        """Update ``pieces`` by their gradients times ``coefficient``."""
+        self._steps.step([self._kept(piece) for piece in pieces], coefficient)
+
+    def _kept(self, piece: OptimizerPiece) -> KeptTensor:
+        return KeptTensor(piece.tensor, piece.group, piece.gradient, piece.rest, piece.format, self._origins(piece))
+
 
 Splitter = Callable[[torch.optim.Optimizer, torch.Tensor, list[int]], list[torch.Tensor]]
 
@@ -41,9 +64,13 @@ class ShardedOptimizer:
         *,
         refuse_unused: bool = False,
         matrices: MatrixUpdates | None = None,
+        in_fp32: PiecesInFp32 | None = None,
     ) -> None:
-        """``refuse_unused``: a parameter without a gradient on any rank is an error. ``matrices``: of a Muon."""
-        self._matrices = matrices
+        """``refuse_unused``: a parameter without a gradient on any rank is an error. ``matrices``: of a Muon.
+
+        ``in_fp32``: how to step an optimizer that does not know what its tensors are kept in.
+        """
+        self._matrices, self._in_fp32 = matrices, in_fp32
         self.optimizer, self.pieces, self.units, self.comm = optimizer, pieces, units, comm
         self._split, self._refuses_unused = split, refuse_unused
         self.stepping = False  # the optimizer's step is running
@@ -167,6 +194,13 @@ class ShardedOptimizer:
             raise StepError("optimizer.step() was called directly. Remedy: call engine.step().")
 
     def _update_now(self, pieces: list[OptimizerPiece], coefficient: torch.Tensor | float) -> None:
+        if self._in_fp32 is not None:
+            self.stepping = True
+            try:
+                self._in_fp32.step(pieces, float(coefficient))
+            finally:
+                self.stepping = False
+            return
         apart = {piece.tensor: piece.gradient for piece in pieces if piece.gradient.dtype != piece.tensor.dtype}
         for piece in pieces:
             piece.tensor.grad = piece.gradient if piece.tensor not in apart else None
