@@ -17,6 +17,8 @@ from torch import nn
 from training import counted_collectives, make_config, make_engine, run_steps, train
 
 from zerorun import zero
+from zerorun.checkpoint import load
+from zerorun.checkpoint.cli.verify import check
 from zerorun.config.parse import load_config
 from zerorun.distributed.block_codes import BLOCK, coded_bytes
 from zerorun.distributed.coded_hops import CodedHop, plan_hops
@@ -286,12 +288,12 @@ def test_the_loss_is_that_of_exact_gradients_within_a_hundredth(steps: int) -> N
             assert coded.losses != exact.losses
 
 
-def interrupted(config: dict[str, Any], folder: str) -> bool:
+def interrupted(config: dict[str, Any], folder: str, ranks_per_host: int | None, asynchronous: bool = False) -> bool:
     """A run that goes on from a checkpoint has the bits of one that was never interrupted."""
-    case, topology = CASES["plain"], topology_of(None)
+    case, topology = CASES["plain"], topology_of(ranks_per_host)
     engine = make_engine(case, config, topology=topology)
     run_steps(engine, case, 2)
-    engine.save_checkpoint(folder)
+    engine.save_checkpoint(folder, asynchronous=asynchronous)
     expected = run_steps(engine, case, 2).losses
     engine.destroy()
     engine = make_engine(case, config, topology=topology)
@@ -302,10 +304,47 @@ def interrupted(config: dict[str, Any], folder: str) -> bool:
 
 
 def test_a_checkpoint_continues_with_the_same_rounding(tmp_path: Any) -> None:
-    assert all(run_ranks(2, interrupted, quantised(), str(tmp_path)))
+    assert all(run_ranks(2, interrupted, quantised(), str(tmp_path), None))
 
 
-def loaded_twice(config: dict[str, Any], folder: str) -> list[list[float]]:
+@pytest.mark.parametrize("reset", [1024, 3, 2])
+@pytest.mark.parametrize(("stage", "ranks_per_host"), [(3, 2), (2, 1)])
+def test_what_was_left_out_is_saved(stage: int, ranks_per_host: int, reset: int, tmp_path: Any) -> None:
+    """Within an epoch, and where one ends after the save or with it. The files are as the manifest says."""
+    config = quantised(stage, zeropp_loco_param={"reset_T": reset})
+    assert all(run_ranks(4, interrupted, config, str(tmp_path), ranks_per_host, reset == 3))
+    assert not check(tmp_path / "global_step2").problems
+
+
+def on_other_ranks(config: dict[str, Any], folder: str, ranks_per_host: int, save: bool) -> list[str]:
+    said: list[str] = []
+    engine = make_engine(CASES["plain"], config, topology=topology_of(ranks_per_host))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(load.logger, "info", lambda text, *given: said.append(text % given))
+        if save:
+            run_steps(engine, CASES["plain"], 2)
+            engine.save_checkpoint(folder)
+        else:
+            engine.load_checkpoint(folder)
+            run_steps(engine, CASES["plain"], 1)
+    engine.destroy()
+    return [line for line in said if "coding" in line]
+
+
+def test_on_other_ranks_what_was_left_out_begins_anew_and_one_line_says_so(tmp_path: Any) -> None:
+    config = quantised(zeropp_loco_param={})
+    run_ranks(4, on_other_ranks, config, str(tmp_path), 2, True)
+    for ranks, ranks_per_host in ((2, 1), (4, 1)):
+        first, *others = run_ranks(ranks, on_other_ranks, config, str(tmp_path), ranks_per_host, False)
+        assert len(first) == 1
+        assert "begins anew" in first[0]
+        assert not any(others)
+    first, *_ = run_ranks(4, on_other_ranks, config, str(tmp_path), 2, False)
+    assert len(first) == 1
+    assert "what coding had left out of gradients" in first[0]
+
+
+def loaded_twice(config: dict[str, Any], folder: str, load_optimizer: bool) -> list[list[float]]:
     """The losses after a load: in the engine that has saved and gone on, and in a new one."""
     case, found = CASES["plain"], []
     engine = make_engine(case, config, topology=topology_of(2))
@@ -313,7 +352,7 @@ def loaded_twice(config: dict[str, Any], folder: str) -> list[list[float]]:
     engine.save_checkpoint(folder)
     run_steps(engine, case, 2)
     for _ in range(2):
-        engine.load_checkpoint(folder)
+        engine.load_checkpoint(folder, load_optimizer=load_optimizer)
         found.append(run_steps(engine, case, 2).losses)
         engine.destroy()
         engine = make_engine(case, config, topology=topology_of(2))
@@ -321,9 +360,11 @@ def loaded_twice(config: dict[str, Any], folder: str) -> list[list[float]]:
     return found
 
 
-def test_residuals_begin_anew_with_a_load(tmp_path: Any) -> None:
-    """They are of one rank and of the weights that were, and are not saved."""
-    for first, second in run_ranks(4, loaded_twice, quantised(zeropp_loco_param={}), str(tmp_path)):
+@pytest.mark.parametrize("load_optimizer", [True, False])
+def test_residuals_are_not_those_of_other_weights(load_optimizer: bool, tmp_path: Any) -> None:
+    """They are the checkpoint's, or begin anew with a load of the weights alone."""
+    config = {**quantised(zeropp_loco_param={}), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    for first, second in run_ranks(4, loaded_twice, config, str(tmp_path), load_optimizer):
         assert first == second
 
 

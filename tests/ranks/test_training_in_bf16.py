@@ -534,7 +534,7 @@ def test_the_chain_is_printed() -> None:
 def test_momentum_of_muon_stays_in_fp32() -> None:
     config = merged(make_config(1), {"bf16": {"enabled": True, **STATES}})
     config["optimizer"] = {"type": "Muon", "params": {"lr": 1e-3}}
-    with pytest.raises(ConfigError, match="(?s)bf16.bf16_optimizer_states.*Muon cannot.*remove the key"):
+    with pytest.raises(ConfigError, match=r"(?s)bf16.bf16_optimizer_states.*Muon cannot.*remove the key"):
         zerorun.estimate_memory(net(), config, 2, device="cpu")
 
 

@@ -197,7 +197,7 @@ class Checkpointer:
         states, raw = inventory.optimizer_state()
         tensors: dict[str, torch.Tensor] = {}
         captured = Captured(
-            parts=[*parts, *inventory.buffer_parts(buffers), *states],
+            parts=[*parts, *inventory.buffer_parts(buffers), *states, *inventory.residuals()],
             order=[*inventory.describe(), *buffers],
             scalars={k: {n: scalar(v, f"optimizer.{k}") for n, v in values.items()} for k, values in raw.items()},
             groups=inventory.groups(),
@@ -325,6 +325,8 @@ class Checkpointer:
             for key in _SCALER_STATE:
                 setattr(run.scaler, key, manifest.loss_scale[key])
             lines.append(f"loss scale {run.scaler.scale:g}")
+        if wanted.optimizer:
+            lines += loader.load_residuals(ranks, self.subject.topology)
         lines += self._restore_position(manifest, tensors)
         if is_rank_zero():
             logger.info(

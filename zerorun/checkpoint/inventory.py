@@ -33,7 +33,7 @@ from ..zero.unit import Unit
 from .block_states import keeps_blocks, scale_shape, scale_shard
 from .ranks import leads_stage
 from .tensorfile import dtype_code
-from .write_plan import MASTER, MODEL, OPTIMIZER, Rest, Row
+from .write_plan import MASTER, MODEL, OPTIMIZER, RESIDUAL, Rest, Row
 
 
 @dataclass(frozen=True)
@@ -267,6 +267,11 @@ class Inventory:
     def parts_apart(self) -> Iterator[TensorPart]:
         """What stays apart, on the first rank of a pipeline stage only: all ranks of the stage have the same."""
         return self.buffer_parts(self.kept_apart())
+
+    def residuals(self) -> Iterator[TensorPart]:
+        """What coding has left out of gradients that this rank has sent."""
+        for name, residual in self.subject.model.runtime.reducer.residuals().items():
+            yield TensorPart(RESIDUAL, name, 0, residual, tuple(residual.shape))
 
     def buffer_parts(self, buffers: dict[str, torch.Tensor]) -> Iterator[TensorPart]:
         """The parts of ``buffers`` on the first rank of a pipeline stage, whose values count; none on other ranks."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..distributed.topology import Topology
 from ..errors import CheckpointError
 from ..log import is_rank_zero, listed, logger
 from ..ops.single_pass import Adam8bit, SinglePassOptimizer
@@ -33,7 +34,7 @@ from .ranks import Ranks, attempt, leads_stage
 from .read import Read, Reader
 from .save import frozen_sums, unpack_scalars
 from .tensorfile import dtype_of
-from .write_plan import MASTER, MODEL, OPTIMIZER
+from .write_plan import MASTER, MODEL, OPTIMIZER, RESIDUAL
 
 # Keys of parameter groups that say how a step is computed, not what it computes.
 IMPLEMENTATION = frozenset(
@@ -235,6 +236,30 @@ class ModelLoader:
                 if piece.entry == home.entry:
                     part = flat_group.shard[piece.shard_start : piece.shard_start + piece.numel]
                     yield Read(MODEL, stored, piece.start, part, shard)
+
+    def load_residuals(self, ranks: Ranks, topology: Topology) -> list[str]:
+        """Go on with what coding had left out of gradients, if these are the ranks that sent them. Collective.
+
+        Return what was restored, in words. To be called when the counters and the loss scale are there.
+        """
+        reducer, layout = self.subject.model.runtime.reducer, self.reader.manifest.layout if self.reader.manifest else {}
+        own = reducer.residual_places()
+        axes = {axis: topology.size(axis) for axis in ("replicate", "shard", "pipe", "tensor", "expert")}
+        same = all(layout.get(axis, 1) == size for axis, size in axes.items())
+        there = self.reader.places(RESIDUAL) if RESIDUAL in self.reader.sets else {}
+        fits = same and all(n in there and self.reader.tensor(RESIDUAL, n).numel == t.numel() for n, t in own.items())
+        if not any(ranks.gather(bool(own))):
+            return []
+        if all(ranks.gather(fits)):
+            self.reader.fetch([Read(RESIDUAL, name, 0, residual) for name, residual in own.items()], ranks)
+            reducer.go_on_with_residuals()
+            return ["what coding had left out of gradients"]
+        if is_rank_zero():
+            logger.info(
+                "what coding leaves out of gradients begins anew: the checkpoint has nothing of these ranks, which are "
+                "laid out in another way or had other gradients. At most one sum's rounding is lost by it."
+            )
+        return []
 
     def load_extra(self, tensors: dict[str, torch.Tensor]) -> None:
         """Give modules back what their ``get_extra_state`` returned when the checkpoint was saved."""

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
+
 from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.statistics import Pending
@@ -69,6 +71,25 @@ class Reducer:
     def forget_residuals(self) -> None:
         """Forget what rounding has left out of sums so far: it belongs to other weights."""
         self._coding.forget_residuals()
+
+    def residuals(self) -> dict[str, torch.Tensor]:
+        """What rounding has left out of this rank's sums so far, by a name that says whose and of which sums it is."""
+        return {name: self._coding.settled(residual) for name, residual in self._own_residuals()}
+
+    def residual_places(self) -> dict[str, torch.Tensor]:
+        """The memory of residuals, by the same names. See ``go_on_with_residuals``."""
+        return dict(self._own_residuals())
+
+    def go_on_with_residuals(self) -> None:
+        """The memory of all residuals has been filled with those that sums are to go on with."""
+        self._coding.go_on_with(residual for _, residual in self._own_residuals())
+
+    def _own_residuals(self) -> Iterator[tuple[str, torch.Tensor]]:
+        hops = ", ".join(f"{hop.size} x {hop.parts} by {hop.stride}" for hop in self._coding.hops)
+        for unit in self._units:
+            for number, flat_group in enumerate(unit.trainable):
+                if flat_group.residual is not None:
+                    yield f"rank {self._comm.topology.rank}: {unit.name} {number} ({hops})", flat_group.residual
 
     def use(self, unit: Unit) -> None:
         """``unit`` is needed: gradients may come for it."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -68,9 +68,26 @@ class GradientCodes:
         self._step = -1
         self._sums: Counter[str] = Counter()  # that there were in this step, by label
 
+    @property
+    def hops(self) -> Sequence[CodedHop]:
+        """By which gradients travel."""
+        return self._hops
+
     def forget_residuals(self) -> None:
         """Let all residuals begin anew."""
         self._residuals.clear()
+
+    def settled(self, residual: torch.Tensor) -> torch.Tensor:
+        """``residual`` as the next sum would find it: zeros if it has yet to begin."""
+        assert self._feedback is not None
+        if self._epoch != self._feedback.epoch() or id(residual) not in self._residuals:
+            residual.zero_()
+        return residual
+
+    def go_on_with(self, residuals: Iterable[torch.Tensor]) -> None:
+        """Take ``residuals`` for what sums of this epoch have left out: they were ``settled`` when they were saved."""
+        assert self._feedback is not None
+        self._epoch, self._residuals = self._feedback.epoch(), {id(residual) for residual in residuals}
 
     def of(self, label: str, device: torch.device, residual: torch.Tensor | None = None) -> Codes:
         """How the next sum of this label is coded, on ``device``. ``residual``: of what it sums, if that has one."""
