@@ -46,7 +46,7 @@ class KeptTensor:
 
 
 @dataclass(frozen=True)
-class _Stretch:
+class _TakenElements:
     """Elements ``low .. high`` of the flattened tensor, in its update ``number``. ``before``: its states until then."""
 
     kept: KeptTensor
@@ -157,15 +157,15 @@ class StepsInFp32:
         else:
             self._optimizer.step()
 
-    def _batches(self, tensors: Sequence[KeptTensor]) -> Iterator[list[_Stretch]]:
-        batch: list[_Stretch] = []
+    def _batches(self, tensors: Sequence[KeptTensor]) -> Iterator[list[_TakenElements]]:
+        batch: list[_TakenElements] = []
         taken = 0
         for kept in tensors:
             before, numel = dict(self._optimizer.state.get(kept.tensor, {})), kept.tensor.numel()
             number = int(before["step"] if "step" in before else before.get(UPDATES, 0)) + 1
             size = _MOST if self._cuts and kept.tensor.dim() == 1 else max(numel, 1)
             for low in range(0, max(numel, 1), size):
-                stretch = _Stretch(kept, low, min(low + size, numel), number, before)
+                stretch = _TakenElements(kept, low, min(low + size, numel), number, before)
                 if batch and taken + stretch.high - low > _MOST:
                     yield batch
                     batch, taken = [], 0
@@ -178,7 +178,7 @@ class StepsInFp32:
         real = self._optimizer.sum_over_ranks if isinstance(self._optimizer, PartsOptimizer) else None
         return None if real is None else _KnownSums(real)
 
-    def _add_up(self, batches: Sequence[Sequence[_Stretch]], sums: _KnownSums, coefficient: float) -> bool:
+    def _add_up(self, batches: Sequence[Sequence[_TakenElements]], sums: _KnownSums, coefficient: float) -> bool:
         """Find out the next sum of the step. False if there are no more."""
         for batch in ((), *batches):  # a rank without tensors adds nothing, and has to know
             try:
@@ -190,7 +190,7 @@ class StepsInFp32:
         return True
 
     def _run(
-        self, batch: Sequence[_Stretch], coefficient: float, sums: _KnownSums | None
+        self, batch: Sequence[_TakenElements], coefficient: float, sums: _KnownSums | None
     ) -> tuple[torch.optim.Optimizer, list[Tensor]]:
         """Let a copy of the optimizer step copies of ``batch``; return both."""
         members: list[list[Tensor]] = [[] for _ in self._optimizer.param_groups]
@@ -208,7 +208,7 @@ class StepsInFp32:
         step_once(optimizer)
         return optimizer, copies
 
-    def _keep(self, stretch: _Stretch, copy: Tensor, found: Mapping[str, Any]) -> None:
+    def _keep(self, stretch: _TakenElements, copy: Tensor, found: Mapping[str, Any]) -> None:
         own, tensor = self._optimizer.state[stretch.kept.tensor], stretch.kept.tensor
         stretch.keep(copy)
         for key, value in found.items():
