@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from harness import patience
 from jobs import PRELUDE, Job, assert_nothing_left
-from testbed import Cluster
+from testbed import Cluster, wait_for
 
 SCRIPT = textwrap.dedent("""
     import re, torch, zerorun
@@ -216,6 +217,46 @@ def test_a_dump_of_all_hosts(cluster: Cluster, tmp_path: Path) -> None:
     assert "2 of 2 ranks on 2 hosts, 10 steps" in dump.stdout
     assert "rank 1: 10 steps, micro-batch 10; in the script between calls of the engine, for " in dump.stdout
     assert "rank 0: 10 steps, micro-batch 10; in forward, at '" in dump.stdout
+    job.signal(signal.SIGTERM)
+    job.finish(30)
+    assert_nothing_left(cluster, 5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("asker", [0, 2])
+def test_a_trace_of_all_hosts(cluster: Cluster, tmp_path: Path, asker: int) -> None:
+    """From the host of rank 0, and from one that has nothing to do with the job. Rank 0 writes what all have done."""
+    job = job_in_step_ten(cluster, tmp_path, "none", 2)
+    words = ["--trace", "--steps", "3", "--hostfile", "hostfile"]
+    asked = subprocess.run(
+        cluster[asker].command([sys.executable, "-m", "zerorun.launcher.cli", *words], tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert asked.returncode == 0, asked.stderr
+    told = re.fullmatch(
+        r"rank 0 of job (\S+) writes its next 3 steps to (zerorun-trace-\d+\.json), in its folder on node0\n", asked.stdout
+    )
+    assert told is not None, asked.stdout
+    file = tmp_path / told[2]
+    wait_for(lambda: file.exists() and file.read_text().rstrip().endswith("]}"), 30, "the trace")
+    events = json.loads(file.read_text())["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert names == ["rank 0 on node0", "rank 1 on node1"]
+    updates = [[event for event in events if (event["pid"], event["name"]) == (rank, "update")] for rank in range(2)]
+    ends = [[event["ts"] + event["dur"] for event in found if event["cat"] == "program"] for found in updates]
+    assert [len(found) for found in ends] == [3, 3]
+    for one, next_one, other in zip(ends[0], ends[0][1:], ends[1], strict=False):  # by one clock: they update together
+        assert other < next_one and one < ends[1][2]
+    assert all(f"{unit}: all-gather for forward" in {event["name"] for event in events} for unit in range(4))
+    unknown = subprocess.run(
+        cluster[asker].command([sys.executable, "-m", "zerorun.launcher.cli", "--trace", "99", *words[1:]], tmp_path),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert unknown.returncode == 2 and f"Jobs that do: {told[1]}" in unknown.stderr, unknown.stderr
     job.signal(signal.SIGTERM)
     job.finish(30)
     assert_nothing_left(cluster, 5)
