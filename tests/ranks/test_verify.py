@@ -12,6 +12,12 @@ OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 RECOMPUTE = {"activation_checkpointing": {"policy": "full"}}
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 PIPE = {"pipeline": {"stages": 2}}
+
+
+def optimizer(name: str) -> dict[str, Any]:
+    return {"optimizer": {"type": name, "params": {"lr": 3e-3, "eps": 1e-4}}}
+
+
 # (task, ranks, configuration); the first ones run by day.
 CLEAN: list[tuple[str, int, dict[str, Any]]] = [
     ("dropping", 2, config(3, 2, **RECOMPUTE)),
@@ -33,6 +39,8 @@ CLEAN: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt", 2, config(2, precision="fp16")),
     ("gpt", 2, config(3, precision="bf16", bf16={"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True})),
     ("gpt", 2, config(1, 2, precision="bf16", bf16={"store_param_remainders": True, "bf16_optimizer_states": True})),
+    ("gpt", 2, {**config(3, precision="bf16", bf16={"bf16_master_weights_and_grads": True}), **optimizer("RAdam")}),
+    ("gpt", 2, {**config(2, precision="bf16", bf16={"bf16_optimizer_states": True}), **optimizer("Lamb")}),
     ("gpt", 2, config(3, torch_autocast={"enabled": True})),
     ("gpt", 2, config(2, **OFFLOAD)),
     ("gpt", 2, config(3, 2, **OFFLOAD)),
