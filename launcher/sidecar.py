@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 from zerorun.errors import LaunchError
+from zerorun.log import ranks_in_words
 from zerorun.watch.board import RankProgress
 from zerorun.watch.pace import Window
 
@@ -202,7 +203,7 @@ class Sidecar:
         self.begun = time.monotonic()
         self.places: dict[int, _Host] = {}
         self.ends: dict[int, WorkerEnd] = {}
-        self._secret, self._told_cause = secret, False
+        self._secret, self._told_cause, self._told_unseen = secret, False, False
         self._several, self._world_size = listener is not None, world_size
         self._selector = selectors.DefaultSelector()
         self.hangs = Hangs(world_size, self._host_of, _say, self._ask_stacks, self._show_slow)
@@ -225,6 +226,7 @@ class Sidecar:
             for _, guest in self._there():
                 guest.tick(now)
             self._tell_cause()
+            self._tell_unseen()
             silent = self._silent()
             if self.hangs.must_end(self.ends, now):
                 self._end_job(self.hangs.report(), self.hangs.guilty)
@@ -240,6 +242,17 @@ class Sidecar:
             if cause is not None:
                 self._told_cause = True
                 _say(f"{RULE}\nzerorun: {cause}\n{RULE}")
+
+    def _tell_unseen(self) -> None:
+        """Say once that ranks wait, and that no board of some others was ever seen: they may be the cause."""
+        unseen = sorted(set(range(self._world_size)) - self.places.keys())
+        if unseen and not self._told_unseen and self.hangs.some_wait_too_long():
+            self._told_unseen = True
+            _say(
+                f"[zerorun] ranks wait for others, and nothing is known of {ranks_in_words(unseen)}: not at initialize() "
+                "yet, or on a host whose supervisor has not come. "
+                "Remedy: look at these hosts, with zerorun --dump --hostfile."
+            )
 
     def _there(self) -> list[tuple[_Host, GuestNode]]:
         return [(host, host.node) for host in self._guests if isinstance(host.node, GuestNode)]

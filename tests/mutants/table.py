@@ -2693,4 +2693,12 @@ MUTANTS = (
         "        for process in processes:",
         ("tests/unit/test_sidecars.py::test_a_rank_that_stands_still_is_named_and_ended",),
     ),
+    Mutant(
+        "ranks-that-nobody-has-seen-are-not-told",
+        "swallowed",
+        "launcher/sidecar.py",
+        "        if unseen and not self._told_unseen and self.hangs.some_wait_too_long():",
+        "        if False:",
+        ("tests/unit/test_sidecars.py::test_ranks_that_nobody_has_seen",),
+    ),
 )

@@ -153,7 +153,8 @@ class Store:
         return open("value", "rb").read()
 def planted_bug():
     if os.environ["RANK"] == "1":  # such as a process that loads data
-        open("child", "w").write(str(subprocess.Popen(["sleep", "100"]).pid))
+        child = subprocess.Popen(["sleep", "100"], stderr=subprocess.DEVNULL)
+        open("child", "w").write(str(child.pid))
     time.sleep(100)
 show_board()
 watch_other_hosts(Store(), "127.0.0.1")
@@ -232,6 +233,30 @@ def test_why_ranks_may_have_ended(tmp_path: Path, kind: str, told: str) -> None:
     if not told:
         time.sleep(1.5)
     assert told in (tmp_path / "err").read_text() and (told or not (tmp_path / "err").read_text())
+
+
+def test_ranks_that_nobody_has_seen(tmp_path: Path) -> None:
+    """Such as those of a host that has stopped before its supervisor had come. They are told, and nothing is ended."""
+    (tmp_path / "train.py").write_text(RANKS)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    job = {**kept, **TORCHRUN, "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": tmp_path.name, "MASTER_PORT": f"{os.getpid()}"}
+    first = subprocess.Popen(
+        [sys.executable, "train.py"],
+        cwd=tmp_path,
+        env={**job, "RANK": "0", "LOCAL_RANK": "0"},
+        stderr=(tmp_path / "err").open("w"),
+    )
+    try:
+        deadline = time.monotonic() + 30 * patience()
+        while not (told := (tmp_path / "err").read_text()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert "ranks wait for others, and nothing is known of ranks 1-3: not at initialize() yet, or on a host" in told
+        time.sleep(1.0)
+        assert first.poll() is None and (tmp_path / "err").read_text() == told
+    finally:
+        first.kill()
+        first.wait()
 
 
 @pytest.mark.parametrize("hosts", (1, 2))
