@@ -150,6 +150,12 @@ def test_how_many_are_taken_at_a_time_makes_no_difference() -> None:
         assert_same(found["values"], {k: v for k, v in plain(rule, "8 bytes")[1].items() if k in found["values"]})
 
 
+@pytest.mark.parametrize("rule", SUMS)
+def test_sums_over_ranks_are_of_all_that_are_taken(rule: str) -> None:
+    together, apart = (run_ranks(2, train, config(2, "8 bytes", rule), most)[0]["values"] for most in (1 << 22, 1))
+    assert_same(together, apart)
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
