@@ -646,14 +646,6 @@ MUTANTS = (
         ("tests/ranks/test_coded_sums.py", "-k", "what_was_left_out_is_saved"),
     ),
     Mutant(
-        "residuals-of-other-hosts-are-taken",
-        "rank",
-        "zerorun/zero/reducer.py",
-        '                    yield f"rank {self._comm.topology.rank}: {unit.name} {number} ({hops})", flat_group.residual',
-        '                    yield f"rank {self._comm.topology.rank}: {unit.name} {number}", flat_group.residual',
-        ("tests/ranks/test_coded_sums.py", "-k", "begins_anew_and_one_line"),
-    ),
-    Mutant(
         "second-hop-waits-for-the-end",
         "bytes",
         "zerorun/plan/reductions.py",
