@@ -126,3 +126,22 @@ def test_batches_may_grow_between_steps(stage: int, tmp_path: Any) -> None:
     for found, samples in run_ranks(2, ramp, stage, str(tmp_path)):
         assert not differences(found, plain_ramp())
         assert samples == [4, 8, 20, 28, 28]
+
+
+def unmanaged() -> list[int]:
+    engine = make_engine(CASES["plain"], make_config(2, accumulation=4, managed_gradient_accumulation=False))
+    assert not engine.managed_gradient_accumulation() and engine.get_batch_info() == (16, 2, 4)
+    samples = []
+    for step, count in enumerate((2, 5, 1)):
+        for micro in range(count):
+            loss = CASES["plain"].loss(engine, Place(dist.get_rank(), step, micro))
+            engine.backward(loss / count, scale_wrt_gas=False)
+        engine.step()
+        samples.append(engine.global_samples)
+    engine.destroy()
+    return samples
+
+
+def test_samples_of_steps_that_the_loop_accumulates() -> None:
+    """They are those of the backwards that there were, and not of the file's batch."""
+    assert run_ranks(2, unmanaged) == [[8, 28, 32]] * 2

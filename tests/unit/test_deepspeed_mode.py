@@ -76,6 +76,17 @@ def test_rank_zero_says_it_once(tmp_path: Path) -> None:
         assert run(text, tmp_path, RANK=rank).stderr.count("deepspeed is zerorun in this process") == times
 
 
+def test_each_engine_is_in_the_log(tmp_path: Path) -> None:
+    """Trainer's tests look for DeepSpeed's words, and so do people."""
+    text = """
+import torch, deepspeed
+settings = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}}}
+for _ in range(2):
+    deepspeed.initialize(model=torch.nn.Linear(4, 3), config=settings)
+"""
+    assert run(BEGIN + text, tmp_path).stderr.count("DeepSpeed info: version=0.19.8, the names of zerorun") == 2
+
+
 def test_without_the_mode_there_is_no_trace(tmp_path: Path) -> None:
     """``import deepspeed`` is what it was: the real one, or nothing."""
     text = """

@@ -19,11 +19,10 @@ from typing import Any
 from zerorun.errors import ZerorunError
 from zerorun.log import info_once, setup_logging
 
-from .surface import SURFACE, missing_reason, target_of
+from .surface import SURFACE, VERSION, missing_reason, target_of
 
 VARIABLE = "ZERORUN_AS_DEEPSPEED"
 NAME = "deepspeed"
-VERSION = "0.19.8"  # the DeepSpeed whose names these are; clients compare it with what they need
 
 
 class ActivationError(ZerorunError, RuntimeError):

@@ -11,15 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import zerorun
+
 from ..config.parse import Config, data_parallel_degree, load_config, resolve
 from ..distributed.transport import process_group
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as make_engine
 from ..errors import ConfigError, ConfigProblem, TopologyError
+from ..log import is_rank_zero, logger
 from ..startup.inputs import config_of
 from .leniency import as_deepspeed_reads
 from .param_grad import show_gradients
 from .parameters import show_placeholders
+from .surface import VERSION
 from .tensor_ranks import with_script_ranks
 
 _engines: list[weakref.ref[Engine]] = []
@@ -61,6 +65,8 @@ def initialize(
         training_data=training_data,
         collate_fn=collate_fn,
     )
+    if is_rank_zero():  # by these words clients see in a log that DeepSpeed has made an engine
+        logger.info("DeepSpeed info: version=%s, the names of zerorun %s", VERSION, zerorun.__version__)
     show_placeholders(engine)
     show_gradients(engine)
     if engine.sharded is not None:

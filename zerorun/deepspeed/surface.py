@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+VERSION = "0.19.8"  # the DeepSpeed whose names these are; clients compare it with what they need
+
 
 def _names(**homes: str) -> dict[str, str]:
     """Return name -> "module:name". Each keyword is a module of zerorun, with __ for a dot, and the value names in it.
@@ -108,7 +110,7 @@ SURFACE: dict[str, dict[str, str]] = {
             deepspeed__entry="initialize init_distributed",
             deepspeed__tensor_ranks="tp_model_init",
             deepspeed__arguments="add_config_arguments",
-            deepspeed__activation="__version__=VERSION version=VERSION",
+            deepspeed__surface="__version__=VERSION version=VERSION",
             deepspeed__helpers="log_dist OnDevice DeepSpeedOptimizer",
             engine__pipeline_engine="PipelineEngine",
             log="logger",
@@ -123,7 +125,7 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
     "deepspeed.constants": _names(deepspeed__helpers="TORCH_DISTRIBUTED_DEFAULT_PORT CROSS_RANK CROSS_SIZE"),
-    "deepspeed.git_version_info": _names(deepspeed__activation="version=VERSION"),
+    "deepspeed.git_version_info": _names(deepspeed__surface="version=VERSION"),
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": _names(deepspeed__helpers="DEEPSPEED_ENVIRONMENT_NAME", launcher__cli="main"),
     "deepspeed.moe": {},

@@ -33,6 +33,10 @@ class Batches:
         """Micro-batches per optimizer step."""
         return self.accumulation.batch.accumulation
 
+    def managed_gradient_accumulation(self) -> bool:
+        """True if step() counts micro-batches, and False if each step() updates the weights."""
+        return self.config.managed_gradient_accumulation
+
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples per step, samples per forward on one rank, micro-batches per step."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()

@@ -37,12 +37,13 @@ SKIPS_TOLD, SKIPS_BETWEEN = 10, 100
 class Progress:
     """The counts of a run. ``global_steps``: steps at an accumulation boundary, including skipped ones.
 
-    ``samples``: those of all these steps, over all ranks.
+    ``samples``: those of all these steps, over all ranks; ``last_samples``: of the last of them.
     ``grad_norm``: that of the last step that was applied; None before the first.
     """
 
     global_steps: int = 0
     samples: int = 0
+    last_samples: int = 0
     skipped_steps: int = 0
     skips_in_a_row: int = 0
     grad_norm: float | None = None
@@ -58,10 +59,16 @@ class Progress:
         """Note that a step() has begun."""
         self.calls += 1
 
-    def count(self, steps: int = 1, *, samples: int) -> None:
-        """Count a step at an accumulation boundary with so many samples; -1: one that was none."""
-        self.global_steps += steps
-        self.samples += steps * samples
+    def count(self, samples: int) -> None:
+        """Count a step at an accumulation boundary with so many samples."""
+        self.global_steps += 1
+        self.samples += samples
+        self.last_samples = samples
+
+    def uncount(self) -> None:
+        """The last step that was counted was none."""
+        self.global_steps -= 1
+        self.samples -= self.last_samples
 
     def go_on_from(self, global_steps: int, skipped_steps: int, samples: int) -> None:
         """Continue from the counts of an earlier run."""
@@ -353,7 +360,7 @@ class Outcomes(Reports, Counters, LoopQueries):
 
     def _raise_uncounted(self, failure: Callable[[], None]) -> None:
         """The step does not count. Until here it does, on all ranks alike, whichever of them knows already."""
-        self.history.progress.count(-1, samples=self.train_batch_size())
+        self.history.progress.uncount()
         failure()
 
     def _refuse_released(self, notes: Notes) -> None:
