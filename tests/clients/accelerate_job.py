@@ -11,15 +11,15 @@ import torch
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, PartialState
 from accelerate.utils import DummyOptim, DummyScheduler, set_seed
 from cells import run_cells
-from client_models import Sentences, llama
+from client_models import Sentences, greedy, llama
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 STEPS = 4
 CELLS = (
-    "plain", "accumulation", "checkpointing", "lora", "clipping", "evaluation", "resume", "bf16", "dummy optimizer",
-    "schedule", "state dict", "offload",
+    "plain", "accumulation", "checkpointing", "lora", "clipping", "evaluation", "resume", "bf16", "fp16",
+    "dummy optimizer", "schedule", "state dict", "offload",
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def plugin(cell: str, stage: int) -> DeepSpeedPlugin:
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": "auto",
         "bf16": {"enabled": "auto"},
-        "fp16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "initial_scale_power": 8},
     }
     if cell == "dummy optimizer":
         params = dict.fromkeys(("lr", "weight_decay"), "auto")
@@ -47,7 +47,7 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     PartialState(cpu=True)  # accelerate itself takes DeepSpeed for something that GPUs alone have
     accelerator = Accelerator(
         cpu=stage is None,
-        mixed_precision="bf16" if cell == "bf16" else "no",
+        mixed_precision=cell if cell in ("bf16", "fp16") else "no",
         gradient_accumulation_steps=2 if cell == "accumulation" else 1,
         deepspeed_plugin=None if stage is None else plugin(cell, stage),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
@@ -98,6 +98,7 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
                 for batch, _ in zip(data, range(2), strict=False)
             ]
         found["evaluation"] = losses
+        found["tokens"] = greedy(model)
     if cell == "state dict":
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:
@@ -124,4 +125,4 @@ def step(accelerator: Accelerator, cell: str, model: Any, optimizer: Any, schedu
 
 
 if __name__ == "__main__":
-    run_cells(CELLS, train, skip=lambda cell, stage: cell == "offload" and stage == 0)
+    run_cells(CELLS, train, skip=lambda cell, stage: (cell, stage) in (("offload", 0), ("fp16", None)))  # no fp16 in DDP

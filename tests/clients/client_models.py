@@ -51,6 +51,15 @@ def stored(folder: str, **how: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(path, **how)
 
 
+def greedy(wrapped: Any) -> list[list[int]]:
+    """Tokens that the model in an engine, or in DDP, writes, one after the other on all ranks."""
+    prompt = torch.tensor([[5, 6, 7], [8, 9, 10]]).to(wrapped.device)
+    wrapped.eval()
+    with torch.no_grad():
+        written = wrapped.module.generate(input_ids=prompt, max_new_tokens=5, do_sample=False, synced_gpus=True)
+    return written.tolist()
+
+
 class Sentences(Dataset[dict[str, Any]]):
     """``count`` sequences [LENGTH] of token ids, each of which is its own label."""
 

@@ -30,14 +30,23 @@ CELLS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16-mixed"},
     "offload": {},
     "manual": {},
+    "checkpointing": {},  # of activations
+    "lora": {},
 }
 
 
 class Model(LightningModule):
-    def __init__(self, manual: bool) -> None:
+    def __init__(self, cell: str) -> None:
         super().__init__()
-        self.model, self.log_of_losses = llama(), []
-        self.automatic_optimization = not manual
+        self.model, self.log_of_losses, self.written = llama(), [], []
+        self.automatic_optimization = cell != "manual"
+        if cell == "checkpointing":
+            self.model.gradient_checkpointing_enable()
+        if cell == "lora":
+            from peft import LoraConfig, get_peft_model  # which takes its time
+
+            torch.manual_seed(11)
+            self.model = get_peft_model(self.model, LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]))
 
     def forward(self, batch: Any) -> Any:
         return self.model(**batch).loss
@@ -55,11 +64,15 @@ class Model(LightningModule):
 
     def validation_step(self, batch: Any, number: int) -> None:
         self.log("validation", self(batch), sync_dist=True)
+        ids = batch["input_ids"][:, :3]
+        self.written.append(
+            self.model.generate(input_ids=ids, max_new_tokens=5, do_sample=False, synced_gpus=True).tolist()
+        )
 
     test_step = validation_step
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -82,17 +95,18 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
         )  # fmt: skip
 
     data = DataLoader(Sentences(), batch_size=2)
-    model = Model(cell == "manual")
+    model = Model(cell)
     used = trainer(2)
     used.fit(model, data, DataLoader(Sentences(8), batch_size=2))
     found["log"] = model.log_of_losses
     found["weights"] = [float(value.double().sum()) for value in model.state_dict().values()]
     if cell == "validation":
         found["validation"] = float(used.callback_metrics["validation"])
+        found["tokens"] = model.written
         found["test"] = used.test(model, DataLoader(Sentences(8), batch_size=2), verbose=False)[0]["validation"]
     if cell == "checkpoint":
         dist.barrier()
-        model = Model(False)
+        model = Model(cell)
         trainer(3).fit(model, data, ckpt_path=f"{folder}/last.ckpt")
         found["resumed"] = model.log_of_losses
     if cell == "weights only":

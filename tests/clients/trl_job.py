@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from cells import run_cells
-from client_models import llama, stored, tokenizer, words
+from cells import begin_anew, run_cells
+from client_models import greedy, llama, stored, tokenizer, words
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
@@ -17,10 +17,11 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 STEPS = 3
-CELLS = (
-    "SFT", "SFT, LoRA", "SFT, QLoRA", "SFT, LLM.int8", "SFT, accumulation", "DPO", "DPO, LoRA", "DPO, checkpointing",
-    "GRPO", "GRPO, reference",
-)  # fmt: skip
+COMMON = ("accumulation", "checkpointing", "LoRA", "generate", "resume", "bf16", "fp16", "offload")
+VARIANTS = {"SFT": (*COMMON, "QLoRA", "LLM.int8"), "DPO": COMMON, "GRPO": (*COMMON, "reference")}
+CELLS = tuple(
+    cell for kind, variants in VARIANTS.items() for cell in (kind, *(f"{kind}, {variant}" for variant in variants))
+)
 QUANTISED = {
     "QLoRA": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
     "LLM.int8": BitsAndBytesConfig(load_in_8bit=True),
@@ -52,33 +53,63 @@ def quantised(folder: str, variant: str) -> Any:
 
 def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     kind, _, variant = cell.partition(", ")
-    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    zero: dict[str, Any] = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    if variant == "offload":
+        zero["offload_optimizer"] = {"device": "cpu"}
     sizes = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+    precision = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto", "initial_scale_power": 8}}
+    config = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": False, **sizes, **precision}
     how: dict[str, Any] = {
         "output_dir": folder, "max_steps": STEPS, "per_device_train_batch_size": 2, "logging_steps": 1, "report_to": [],
-        "learning_rate": 1e-2, "use_cpu": True, "disable_tqdm": True, "ddp_backend": "gloo", "seed": 5, "bf16": False,
-        "save_strategy": "no", "deepspeed": None if stage is None else {"zero_optimization": zero, **sizes},
+        "per_device_eval_batch_size": 2, "learning_rate": 1e-2, "use_cpu": True, "disable_tqdm": True,
+        "ddp_backend": "gloo", "seed": 5, "bf16": variant == "bf16", "fp16": variant == "fp16",
+        "save_strategy": "steps" if variant == "resume" else "no", "save_steps": 2,
+        "deepspeed": None if stage is None else config,
         "gradient_accumulation_steps": 2 if variant == "accumulation" else 1,
         "gradient_checkpointing": variant == "checkpointing",
     }  # fmt: skip
+    trainer = make(kind, variant, folder, how)
+    trainer.train()
+    assert type(trainer.model_wrapped).__name__ == ("DistributedDataParallel" if stage is None else "Engine")
+    found: dict[str, Any] = {"log": log_of(trainer)}
+    if variant == "generate":
+        metrics = trainer.evaluate()
+        found["evaluation"] = [metrics[key] for key in ("eval_loss", "eval_reward") if key in metrics]
+        found["tokens"] = greedy(trainer.model_wrapped)
+    if variant == "resume":
+        begin_anew()
+        trainer = make(kind, variant, folder, how)
+        trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+        found["resumed"] = log_of(trainer)
+    return found
+
+
+def make(kind: str, variant: str, folder: str, how: dict[str, Any]) -> Any:
+    """A trainer of this kind."""
     torch.manual_seed(11)
     adapts = variant in ("LoRA", *QUANTISED)
     config = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"]) if adapts else None
     given = {"train_dataset": data(kind), "processing_class": tokenizer(), "peft_config": config}
-    trainer: Any
+    if variant == "generate":
+        given["eval_dataset"] = data(kind).select(range(8))
     if kind == "SFT":
         args = SFTConfig(max_length=12, **how)
-        trainer = SFTTrainer(quantised(folder, variant) if variant in QUANTISED else llama(), args, **given)
-    elif kind == "DPO":
-        trainer = DPOTrainer(stored(folder), args=DPOConfig(max_length=24, **how), **given)
-    else:
-        own = {"num_generations": 2, "max_completion_length": 5, "beta": 0.1 if variant == "reference" else 0.0}
-        trainer = GRPOTrainer(stored(folder), reward, args=GRPOConfig(**own, **how), **given)
-    trainer.train()
-    assert type(trainer.model_wrapped).__name__ == ("DistributedDataParallel" if stage is None else "Engine")
-    log = trainer.state.log_history
-    return {"log": [[entry["loss"], entry["grad_norm"]] for entry in log if "grad_norm" in entry]}
+        return SFTTrainer(quantised(folder, variant) if variant in QUANTISED else llama(), args, **given)
+    if kind == "DPO":
+        return DPOTrainer(stored(folder), args=DPOConfig(max_length=24, **how), **given)
+    own = {"num_generations": 2, "max_completion_length": 5, "beta": 0.1 if variant == "reference" else 0.0}
+    return GRPOTrainer(stored(folder), reward, args=GRPOConfig(**own, **how), **given)
+
+
+def log_of(trainer: Any) -> list[list[float]]:
+    """[loss, gradient norm] of each step."""
+    return [[entry["loss"], entry["grad_norm"]] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def skip(cell: str, stage: int | None) -> bool:
+    """DDP has fp16 on GPUs only; what is not divided cannot be offloaded."""
+    return (cell.endswith("fp16") and stage is None) or (cell.endswith("offload") and stage == 0)
 
 
 if __name__ == "__main__":
-    run_cells(CELLS, train)
+    run_cells(CELLS, train, skip)

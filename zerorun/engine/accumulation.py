@@ -116,13 +116,6 @@ class Accumulation:
             return True
         return (self.micro_steps - self._resized_at + 1) % self.batch.accumulation == 0
 
-    @property
-    def samples(self) -> int:
-        """Samples of this step, over all ranks. A loop that accumulates by itself has a micro-batch for each backward."""
-        if self._config.managed_gradient_accumulation:
-            return self.batch.train
-        return self.batch.train // self.batch.accumulation * self.backwards
-
     def set_boundary(self, is_boundary: bool) -> None:
         """Let the training loop decide from now on which step() updates the weights."""
         self._given_boundary = is_boundary

@@ -286,7 +286,7 @@ class Engine(CurvatureTaking):
         step = UnsettledStep(
             self.history.progress.calls, decision, self.accumulation.is_weighted, self.accumulation.notes, culprits
         )
-        self.history.progress.count(self.accumulation.samples)
+        self.history.progress.count(self.samples_of_step())
         if summary.deferred:
             self._apply(decision, summary)
             step.take_back.append(model.optimizer.take_back)
