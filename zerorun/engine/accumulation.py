@@ -75,6 +75,11 @@ class Notes:
                 self.bad_weights.append((micro_batch, weight))
 
 
+def samples_of_step(batch: Batch, backwards: int, *, managed: bool) -> int:
+    """Samples of a step that ends, over all ranks. A loop that accumulates by itself has a micro-batch for each backward."""
+    return batch.train if managed else batch.train // batch.accumulation * backwards
+
+
 class Accumulation:
     """The accumulation of one rank. The runtime asks it, and informs it, about backwards."""
 

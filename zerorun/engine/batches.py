@@ -37,14 +37,6 @@ class Batches:
         """True if step() counts micro-batches, and False if each step() updates the weights."""
         return self.config.managed_gradient_accumulation
 
-    def samples_of_step(self) -> int:
-        """Samples of the step that ends, over all ranks.
-
-        A loop that accumulates by itself has a micro-batch for each backward; else they are those of the whole step.
-        """
-        train, accumulation = self.train_batch_size(), self.gradient_accumulation_steps()
-        return train if self.config.managed_gradient_accumulation else train // accumulation * self.accumulation.backwards
-
     def get_batch_info(self) -> tuple[int, int, int]:
         """Samples per step, samples per forward on one rank, micro-batches per step."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()

@@ -30,7 +30,7 @@ from ..zero.norm import Decision, Summary
 from ..zero.placeholders import released_parameter, tensors_in
 from ..zero.sharded_model import ShardedModel
 from ..zero.unit import links_of
-from .accumulation import Accumulation, check_loss
+from .accumulation import Accumulation, check_loss, samples_of_step
 from .compilation import show_compilation
 from .curvature import CurvatureTaking
 from .outcomes import History, UnsettledStep
@@ -286,7 +286,9 @@ class Engine(CurvatureTaking):
         step = UnsettledStep(
             self.history.progress.calls, decision, self.accumulation.is_weighted, self.accumulation.notes, culprits
         )
-        self.history.progress.count(self.samples_of_step())
+        batch, backwards = self.accumulation.batch, self.accumulation.backwards
+        managed = self.config.managed_gradient_accumulation
+        self.history.progress.count(samples_of_step(batch, backwards, managed=managed))
         if summary.deferred:
             self._apply(decision, summary)
             step.take_back.append(model.optimizer.take_back)
