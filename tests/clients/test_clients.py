@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 STAGES = (0, 1, 2, 3)
 # In 16 bits DDP computes in another way: autocast with fp32 weights. TRL lets adapters of quantised models be bf16, and the
 # engine computes with what fp32 masters make of them.
-TOLERANCES = {"bf16": 0.05, "fp16": 1e-3, "SFT, QLoRA": 2e-3, "SFT, LLM.int8": 2e-3}
+TOLERANCES = {"bf16": 0.05, "SFT, bf16": 0.06, "fp16": 1e-3, "SFT, QLoRA": 2e-3, "SFT, LLM.int8": 2e-3}
 EXACT = 1e-6
 TRAINER = (
     "plain", "accumulation", "checkpointing", "lora", "generate", "resume", "best", "save", "bf16", "fp16",

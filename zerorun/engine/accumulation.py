@@ -76,7 +76,7 @@ class Notes:
 
 
 def samples_of_step(batch: Batch, backwards: int, *, managed: bool) -> int:
-    """Samples of a step that ends, over all ranks. A loop that accumulates by itself has a micro-batch for each backward."""
+    """Samples of a step that ends, over all ranks. A loop that accumulates by itself has one micro-batch per backward."""
     return batch.train if managed else batch.train // batch.accumulation * backwards
 
 
