@@ -6,6 +6,8 @@ Each rank's collectives are written down, and have to be the same on all ranks o
 from __future__ import annotations
 
 import re
+import time
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
@@ -25,6 +27,7 @@ from training import make_config, make_engine, train
 import zerorun
 from zerorun.distributed.simulated import DEVICE
 from zerorun.distributed.transport.nccl import Nccl
+from zerorun.distributed.transport.simulated_nccl import group_of
 from zerorun.distributed.transport.statistics import CommunicationStatistics, Pending
 from zerorun.errors import OrderError
 from zerorun.pipeline.p2p import ACTIVATIONS, GRADIENTS
@@ -214,3 +217,25 @@ def exchange_tensors_of_the_host() -> list[float]:
 def test_messages_of_both_sorts_go_both_ways_at_once() -> None:
     for found in run_ranks(2, exchange_tensors_of_the_host):
         assert found == [6.0, 6.0, 12.0, 12.0, 18.0, 18.0]
+
+
+def memory_of_a_call() -> tuple[bool, bool]:
+    """Whether what was sent is still there when the call is over, and when it was waited for. Nobody else keeps it."""
+    with simulated_device():
+        group = dist.group.WORLD
+        assert group is not None
+        full, own = torch.ones(16), torch.empty(8)
+        sent = weakref.ref(full)
+        work = group_of(group)._reduce_scatter_base(own, full, None)
+        del full
+        while not work.is_completed():
+            time.sleep(1e-3)
+        time.sleep(0.05)  # the thread that has made the call lets go of it
+        after_call = sent() is not None
+        work.wait()
+        return after_call, sent() is not None
+
+
+def test_buffers_stay_until_the_call_is_waited_for() -> None:
+    """As those of NCCL do; else memory that a transfer is reading is given back to the computation."""
+    assert run_ranks(2, memory_of_a_call) == [(True, False)] * 2

@@ -65,7 +65,7 @@ class SimulatedNccl:
             simulated.poison(tensor)
         future: Future[None] = Future()
         self._calls.put((future, call))
-        work: Any = _Work(future, self.stream)
+        work: Any = _Work(future, self.stream, [*reads, *writes])
         return work  # type: ignore[no-any-return]
 
     def _allgather_base(self, full: torch.Tensor, own: torch.Tensor) -> dist.Work:
@@ -139,10 +139,10 @@ def _settled() -> simulated.SimulatedStream:
 
 
 class _Work:
-    """A call on its way."""
+    """A call on its way. As with NCCL, ``buffers`` are not given back before it is waited for."""
 
-    def __init__(self, future: Future[None], stream: simulated.SimulatedStream) -> None:
-        self._future, self._end = future, stream.record_event()
+    def __init__(self, future: Future[None], stream: simulated.SimulatedStream, buffers: list[torch.Tensor]) -> None:
+        self._future, self._end, self._buffers = future, stream.record_event(), buffers
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream wait for it. Raises RuntimeError where NCCL would wait for ever."""
@@ -151,6 +151,7 @@ class _Work:
             self._future.result(timeout.total_seconds() if timeout else _PATIENCE_S)
         except TimeoutError as error:
             raise RuntimeError("a call of the simulated NCCL does not end") from error
+        self._buffers.clear()
         return True
 
     def is_completed(self) -> bool:
