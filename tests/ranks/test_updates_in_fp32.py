@@ -3,6 +3,7 @@ rounded."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,7 @@ class Counting(own_optimizers.Softsign):
         for group in self.param_groups:
             group["calls"] = group.get("calls", 0) + 1
             group["lr"] = 0.02 / self.steps
-        super().step()
+        inspect.unwrap(own_optimizers.Softsign.step)(self)  # torch has a class that was made call the hooks, this one, too
 
 
 def counted(config: dict[str, Any]) -> tuple[int, int, int, list[bool]]:

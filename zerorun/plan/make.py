@@ -434,7 +434,7 @@ class _Planner:
         found = replace(
             group,
             owned=owned if trained else (0, 0),
-            divides_updates=self.policy.shard_optimizer and group.layout.degree > 1,
+            divides_updates=self.policy.shard_optimizer and group.layout.degree > 1 and group.layout.numel > 0,
             master_is_weight=trained and group.dtype == self.raw.master.dtype and alike,
             master_format=self.raw.master if trained else MasterFormat.FP32,
             gradient_dtype=DTYPES[self.config.gradient_dtype] if trained else torch.float32,

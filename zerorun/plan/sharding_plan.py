@@ -107,7 +107,7 @@ class FlatGroupPlan:
     ``dtype``: the dtype in which they are kept; ``given_dtype``: the one that the module has. ``packed``: memory that
     classes of other packages read in their own way (weights.py). ``optimizer_groups``: for each parameter, the optimizer's
     parameter group; empty if frozen; ``state_formats``: the format of its states there. ``owned``: the range of elements
-    whose master this rank has; ``divides_updates``: others of the shard axis have other ranges. ``master_is_weight``: the
+    whose master this rank has; ``divides_updates``: others of the shard axis have others. ``master_is_weight``: the
     master is the weight itself. ``resident``: the flat buffer belongs
     to this unit alone and is always whole, and the shard is a part of it; so it is where no other rank of the shard group
     has these experts, though the unit shares slots. ``mapped``: the flat buffer is made of the memory of all ranks, so that
