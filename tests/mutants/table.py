@@ -2109,7 +2109,7 @@ MUTANTS = (
         "who-has-all-of-a-unit-asks-nobody",
         "rank",
         "zerorun/plan/make.py",
-        "            divides_updates=self.policy.shard_optimizer and group.layout.degree > 1,",
+        "            divides_updates=self.policy.shard_optimizer and group.layout.degree > 1 and group.layout.numel > 0,",
         "            divides_updates=False,",
         ("tests/ranks/test_own_optimizers.py", "-k", "one_rank_has_for_itself"),
     ),
