@@ -302,21 +302,27 @@ def work(args: argparse.Namespace) -> None:
 # -- all contenders ----------------------------------------------------------------------------------------------
 
 
-def run_contender(name: str, args: argparse.Namespace) -> dict[str, float] | None:
-    """Run one contender in processes of its own. None, with its last lines printed, if it fails."""
+def result_of(name: str, command: list[str]) -> dict[str, Any] | None:
+    """What processes of ``command`` write into the file ``--result``. None, with their last lines printed, if nothing."""
     with tempfile.NamedTemporaryFile(suffix=".json") as result:
-        python = args.before if name.startswith("before-") else sys.executable
-        command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        command += [__file__, "--worker", name, "--result", result.name, "--params", args.params]
-        for option in ("dtype", "accumulation", "batch", "context", "steps", "warmup"):
-            command += [f"--{option}", str(getattr(args, option))]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = [*command, "--worker", name, "--result", result.name]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         text = Path(result.name).read_text()
         if not text:
             print(f"{name} failed:", *done.stderr.splitlines()[-15:], sep="\n  ", file=sys.stderr)
             return None
         return dict(json.loads(text))
+
+
+def run_contender(name: str, args: argparse.Namespace) -> dict[str, float] | None:
+    """Run one contender in processes of its own. None, with its last lines printed, if it fails."""
+    python = args.before if name.startswith("before-") else sys.executable
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+    command += [__file__, "--params", args.params]
+    for option in ("dtype", "accumulation", "batch", "context", "steps", "warmup"):
+        command += [f"--{option}", str(getattr(args, option))]
+    return result_of(name, command)
 
 
 def table(found: dict[str, list[dict[str, float]]], args: argparse.Namespace) -> str:

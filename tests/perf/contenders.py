@@ -11,16 +11,14 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compare_peers import versions
+from compare_peers import result_of, versions
 
 VOCABULARY = 256
 ONE_PROCESS = "one process"
@@ -70,6 +68,18 @@ def plain_step(model: Any) -> Step:
     return Step(train)
 
 
+def engine_step(engine: Any, figures: Callable[[], dict[str, float]] = dict) -> Step:
+    """That of an engine which takes the tokens as they are given."""
+
+    def train(ids: Any) -> tuple[float, float]:
+        loss = engine(input_ids=ids, labels=ids).loss
+        engine.backward(loss)
+        engine.step()
+        return loss.item(), float(engine.get_global_grad_norm())
+
+    return Step(train, figures)
+
+
 def configuration(stage: int, args: argparse.Namespace, **more: Any) -> dict[str, Any]:
     """What zerorun and DeepSpeed are given for the same training as ``plain_step``."""
     return {
@@ -115,19 +125,11 @@ def _work(benchmark: Benchmark, args: argparse.Namespace) -> None:
 
 def _run(benchmark: Benchmark, name: str, args: argparse.Namespace) -> dict[str, Any] | None:
     """One contender in processes of its own. None, with its last lines printed, if it fails."""
-    with tempfile.NamedTemporaryFile(suffix=".json") as result:
-        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
-        command = [sys.executable, *([] if name == ONE_PROCESS else start), benchmark.file, "--worker", name]
-        command += ["--result", result.name]
-        command += [word for key in benchmark.options for word in (f"--{key}", str(getattr(args, key)))]
-        command += [f"--{flag}" for flag, _ in benchmark.flags if getattr(args, flag)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        text = Path(result.name).read_text()
-        if not text:
-            print(f"{name} failed:", *done.stderr.splitlines()[-15:], sep="\n  ", file=sys.stderr)
-            return None
-        return dict(json.loads(text))
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+    command = [sys.executable, *([] if name == ONE_PROCESS else start), benchmark.file]
+    command += [word for key in benchmark.options for word in (f"--{key}", str(getattr(args, key)))]
+    command += [f"--{flag}" for flag, _ in benchmark.flags if getattr(args, flag)]
+    return result_of(name, command)
 
 
 def _row(results: Sequence[dict[str, Any]], true: dict[str, Any]) -> dict[str, float]:

@@ -14,7 +14,7 @@ import argparse
 import statistics
 from typing import Any
 
-from contenders import ONE_PROCESS, VOCABULARY, Benchmark, Step, configuration, main, plain_step
+from contenders import ONE_PROCESS, VOCABULARY, Benchmark, Step, configuration, engine_step, main, plain_step
 
 # name: (stage, ranks over which experts are spread)
 CONTENDERS = {
@@ -83,16 +83,10 @@ def make_step(args: argparse.Namespace) -> Step:
         config = configuration(stage, args, **experts)
         engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
-    def train(ids: Any) -> tuple[float, float]:
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        return loss.item(), float(engine.get_global_grad_norm())
-
     def figures() -> dict[str, float]:
         return {"busiest": busiest(engine, spread) if spread > 1 and args.worker.startswith("zerorun") else 1.0}
 
-    return Step(train, figures)
+    return engine_step(engine, figures)
 
 
 def busiest(engine: Any, spread: int) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from contenders import ONE_PROCESS, VOCABULARY, Benchmark, Step, configuration, main, plain_step
+from contenders import ONE_PROCESS, VOCABULARY, Benchmark, Step, configuration, engine_step, main, plain_step
 
 # name: (stage, ranks that divide a sequence; 0: all)
 CONTENDERS = {
@@ -66,13 +66,7 @@ def make_step(args: argparse.Namespace) -> Step:
 
     engine = zerorun.initialize(model, configuration(stage, args, **sizes))
 
-    def train(ids: Any) -> tuple[float, float]:
-        loss = engine(input_ids=ids, labels=ids).loss
-        engine.backward(loss)
-        engine.step()
-        return loss.item(), float(engine.get_global_grad_norm())
-
-    return Step(train)
+    return engine_step(engine)
 
 
 def alst_step(model: Any, config: dict[str, Any], args: argparse.Namespace) -> Step:
