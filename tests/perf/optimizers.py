@@ -7,7 +7,8 @@ weights and read the same batches. Its figure is the loss in nats on sentences t
 seeds. A chain has a known entropy, below which no loss can be, and where a model comes near it, roundings no longer decide
 how much it has learned: on English text, bf16 and fp32 were 0.05 nats apart after as many steps.
 Learning rates are usual ones and were not tuned, so the rows say whether an optimizer works, and not which one is best.
-Fails if a row that claims AdamW's result is further than its limit from AdamW in fp32.
+Fails if a row that claims the result of another one, AdamW in fp32 for most, is further from it than its limit.
+Rows of fp8 and ScheduleFree need packages: pip install torchao schedulefree.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ WORSE = 0.005  # from which on it is worse: five times of what rounding in other
 class Row:
     """One way to train. ``bytes``: per parameter, of weights, gradients and states, as ``docs/memory.md`` counts them.
 
-    ``above``, ``below``: limits of its loss minus that of AdamW in fp32, in nats. ``curvature_every``: steps between two
-    backwards on sampled labels.
+    ``above``, ``below``: limits of its loss minus that of the row ``beside``, in nats. ``curvature_every``: steps between
+    two backwards on sampled labels. ``own_linear``: whether products are summed in fp32, see ``build_model``.
     """
 
     optimizer: str
@@ -48,9 +49,14 @@ class Row:
     above: float = -1.0
     below: float = 1.0
     curvature_every: int = 0
+    beside: str = BASE
+    own_linear: bool = True
 
 
 _ADAM: dict[str, Any] = {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}
+_MUON: dict[str, Any] = {**_ADAM, "momentum": 0.95}
+_LAMB: dict[str, Any] = {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}
+_CODES: dict[str, Any] = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
 _BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 
 
@@ -70,32 +76,40 @@ ROWS: dict[str, Row] = {
     "bf16 and remainders, 16 bytes": Row("AdamW", _ADAM, _kept("store_param_remainders"), below=NATS),
     "AdamW8bit": Row("AdamW8bit", _ADAM, below=NATS),
     "AdamW8bit, bf16": Row("AdamW8bit", _ADAM, _BF16, below=NATS),
-    "Muon": Row("Muon", {**_ADAM, "momentum": 0.95}),
+    "Muon": Row("Muon", _MUON),
+    "Muon, bf16 masters": Row("Muon", _MUON, _kept(_PURE[0]), below=NATS, beside="Muon"),
     "Lion": Row("Lion", {"lr": 5e-4, "betas": [0.9, 0.95], "weight_decay": 0.5}),
-    "LAMB": Row("Lamb", {"lr": 1e-2, "betas": [0.9, 0.95], "weight_decay": 0.1}),
+    "LAMB": Row("Lamb", _LAMB),
+    "LAMB, bf16 alone": Row("Lamb", _LAMB, _kept(*_PURE), below=NATS, beside="LAMB"),
     "Adafactor": Row("Adafactor", {"lr": 3e-2}),
+    "Adafactor, bf16 alone": Row("Adafactor", {"lr": 3e-2}, _kept(*_PURE), below=NATS, beside="Adafactor"),
     "AdamSAGE": Row("AdamSAGE", {"lr": 1e-2, "betas": [0.9, 0.95], "beta3": 0.75}),
     "Sophia": Row("Sophia", {"lr": 1e-3, "bs": RANKS * BATCH * CONTEXT, "weight_decay": 0.1}, curvature_every=10),
     "RAdam": Row("RAdam", {"lr": 3e-3, "betas": [0.9, 0.95]}),
     "SGD, momentum": Row("SGD", {"lr": 0.3, "momentum": 0.9}),
     "Adagrad": Row("Adagrad", {"lr": 3e-2}),
+    "ScheduleFree": Row("schedulefree.AdamWScheduleFree", {**_ADAM, "warmup_steps": WARM_UP}, {"scheduler": None}),
+    "fp8, bf16": Row("AdamW", _ADAM, {**_BF16, "fp8": {"enabled": True, "recipe": "rowwise"}}, own_linear=False),
+    "codes on the wire": Row("AdamW", _ADAM, {"zero_optimization": _CODES}),
 }
 
 
 # -- one row, one seed, on one rank ------------------------------------------------------------------------------------
 
 
-def build_model() -> Any:
+def build_model(own_linear: bool = True) -> Any:
     import torch
     from torch import nn
     from torch.nn import functional as F
 
-    class Linear(nn.Linear):
+    class SumsInFp32(nn.Linear):
         """Sums in fp32 and rounds once, as processors with bf16 do; what others have takes 9 times as long."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             bias = None if self.bias is None else self.bias.float()
             return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)
+
+    Linear = SumsInFp32 if own_linear else nn.Linear  # fp8 replaces layers of torch, not those with a forward of their own
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -179,7 +193,10 @@ def train(row: Row, seed: int, steps: int) -> dict[str, Any]:
         "zero_optimization": {"stage": 2},
         **row.config,
     }
-    engine = zerorun.initialize(build_model(), config)
+    engine = zerorun.initialize(build_model(row.own_linear), config)
+    averages = hasattr(engine.optimizer, "eval")  # ScheduleFree evaluates with other weights than it trains
+    if averages:
+        engine.optimizer.train()
 
     def loss_of(batch: tuple[Any, Any]) -> Any:
         return F.cross_entropy(engine(batch[0]).float().flatten(0, 1), batch[1].flatten())
@@ -199,6 +216,8 @@ def train(row: Row, seed: int, steps: int) -> dict[str, Any]:
             curve.append(_mean(torch.stack(recent).mean()))
             recent.clear()
     engine.eval()
+    if averages:
+        engine.optimizer.eval()
     with torch.no_grad():
         held_out = _mean(loss_of(unseen.batch(HELD_OUT)))
     engine.destroy()
@@ -229,9 +248,9 @@ def run(name: str, seed: int, steps: int) -> dict[str, Any]:
         return dict(json.loads(written))
 
 
-def difference(found: dict[str, list[dict[str, Any]]], name: str) -> float:
-    """The held-out loss of a row minus that of AdamW in fp32, averaged over seeds."""
-    pairs = zip(found[name], found[BASE], strict=True)
+def difference(found: dict[str, list[dict[str, Any]]], name: str, beside: str = BASE) -> float:
+    """The held-out loss of a row minus that of another one, averaged over seeds."""
+    pairs = zip(found[name], found[beside], strict=True)
     return statistics.fmean(one["held_out"] - base["held_out"] for one, base in pairs)
 
 
@@ -241,8 +260,15 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     for name, results in found.items():
         row, loss = ROWS[name], statistics.fmean(result["held_out"] for result in results)
         limit = f"at most {row.below:+g}" if row.below < 1 else f"at least {row.above:+g}" if row.above > -1 else ""
+        if row.beside != BASE:
+            limit += f" from {row.beside}: {difference(found, name, row.beside):+.3f}"
         lines.append(f"| {name} | {row.params['lr']:g} | {loss:.3f} | {difference(found, name):+.3f} | {limit} |")
     return "\n".join(lines)
+
+
+def _as_claimed(found: dict[str, list[dict[str, Any]]], name: str) -> bool:
+    row = ROWS[name]
+    return row.above <= difference(found, name, row.beside) <= row.below
 
 
 def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
@@ -256,7 +282,7 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
         curves = [result["curve"] for result in results]
         mean = [statistics.fmean(points) for points in zip(*curves, strict=True)]
         steps = [EVERY * (index + 1) for index in range(len(mean))]
-        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":")[number // 10], "linewidth": 1.3}
+        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10], "linewidth": 1.3}
         whole.plot(steps, mean, label=name, **style)
         end.plot(steps[-6:], mean[-6:], **style)
     whole.set(title="training loss, nats", xlabel="step")
@@ -267,7 +293,9 @@ def draw(found: dict[str, list[dict[str, Any]]], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="*", help=f"rows besides {BASE!r}; all if not given")
+    parser.add_argument(
+        "--rows", nargs="*", choices=list(ROWS), help="with those that they are compared with; all if not given"
+    )
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--json", type=Path, help="file for all figures")
@@ -280,7 +308,9 @@ def main() -> int:
         if os.environ["RANK"] == "0":
             args.json.write_text(json.dumps(result))
         return 0
-    names = [BASE, *(args.rows if args.rows is not None else list(ROWS)[1:])]
+    wanted = set(args.rows if args.rows is not None else ROWS)
+    wanted |= {BASE, *(ROWS[name].beside for name in wanted)}
+    names = [name for name in ROWS if name in wanted]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for seed in range(args.seeds):
         for name in names:
@@ -293,7 +323,7 @@ def main() -> int:
         versions = {"python": platform.python_version(), "machine": platform.machine()}
         record = {"command": " ".join(sys.argv), "versions": versions, "cpus": os.cpu_count(), "found": found}
         args.json.write_text(json.dumps(record, indent=1))
-    wrong = [name for name in names if not ROWS[name].above <= difference(found, name) <= ROWS[name].below]
+    wrong = [name for name in names if not _as_claimed(found, name)]
     for name in wrong:
         print(f"NOT AS IT SHOULD BE: {name}")
     return int(bool(wrong))
