@@ -75,8 +75,8 @@ class StartPace:
         return cls(last.step, loaded, shown, met, load_s, trains, step_s, last.at)
 
     def useful_s(self, furthest: int) -> float:
-        """The seconds that went into steps after ``furthest``."""
-        return max(0, self.step - max(self.loaded, furthest)) * self.step_s
+        """The seconds that went into steps after ``furthest``: not more than there have been since it trains."""
+        return min(max(0, self.step - max(self.loaded, furthest)) * self.step_s, max(0.0, self.at - self.trains))
 
 
 class Restarts:

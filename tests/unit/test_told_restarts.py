@@ -73,6 +73,13 @@ def test_goodput_is_the_share_of_new_steps() -> None:
     assert restarts.goodput() == "goodput 67.6%: 75.0 s of 111.0 s went into 75 steps, 1 restart"
 
 
+def test_goodput_is_not_more_than_all_of_the_time() -> None:
+    """The first step was over 1.5 s after the load, and later ones took 10 s each: it counts as 1.5 s."""
+    restarts = Restarts(1, lambda text: None)
+    restarts.end(Attempt(8.0, 500.0, 500.0, 500.0, "", False), progress(50, at=500.0, began=10.0))
+    assert restarts.goodput() == "goodput 99.9%: 491.5 s of 492.0 s went into 50 steps, no restart"
+
+
 @pytest.mark.parametrize(
     ("code", "line", "seconds", "seen", "again"),
     [
