@@ -2,6 +2,7 @@
 
     python tests/perf/ground_truth.py --ranks 2 4
 
+Configurations are drawn from all that stages, tensor ranks, pipelines, offload, recomputation and batches allow.
 In each round the machine is calibrated, and every configuration is tried; rounds go through them in turns of direction.
 Figures are means over rounds, so that a machine which is faster now and slower then counts as what it is on average. Two
 configurations that are in another order in one round than in another cannot be told apart by measuring: the order that is
@@ -14,10 +15,12 @@ import argparse
 import itertools
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import harmonic_mean, median
@@ -39,23 +42,36 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 WARM, STEPS = 2, 4
+COUNTS = {2: 12, 4: 8}  # configurations by ranks; 4 of others
+LEAST, MOST = 256, 2048  # tokens of a step on a rank
 TAG = "measured "
 
 
 def cells(ranks: int) -> dict[str, RunCandidate]:
-    """What is tried with ``ranks``, by name."""
-    base = RunCandidate(ranks, sequence=256, micro_batch=2, precision="fp32", shard=ranks)
-    found = {f"stage {stage}": replace(base, stage=stage) for stage in range(4)}
-    found["stage 2, longer"] = replace(base, stage=2, sequence=512)
-    found["stage 3, accumulated"] = replace(base, stage=3, accumulation=3, micro_batch=1)
-    found["stage 1, accumulated"] = replace(base, stage=1, accumulation=3)
-    found["stage 3, recomputed"] = replace(base, stage=3, checkpointing="full")
-    found["stage 2, offload"] = replace(base, stage=2, offload_optimizer=True)
-    found["tensor ranks"] = replace(base, data=ranks // 2, shard=ranks // 2, tensor=2, stage=1)
-    if ranks == 2:  # where stages would wait for one another, more ranks than cores have the core of those that wait
-        found["pipeline"] = replace(base, data=1, shard=1, pipe=2, accumulation=4, micro_batch=1, stage=1)
-        found["pipeline, 8 micro-batches"] = replace(found["pipeline"], accumulation=8)
-    return found
+    """What is tried with ``ranks``, by name: drawn from all that the options allow, the same ones in each run."""
+    drawn = random.Random(ranks).sample(list(_possible(ranks)), COUNTS.get(ranks, 4))
+    return {_name(candidate): candidate for candidate in drawn}
+
+
+def _possible(ranks: int) -> Iterator[RunCandidate]:
+    for pipe, tensor, stage, sequence, micro, accumulation in itertools.product(
+        (1, 2), (1, 2), range(4), (128, 256, 512), (1, 2, 4), (1, 2, 4)
+    ):
+        data = ranks // (pipe * tensor)
+        if not data or (pipe > 1 and (stage > 1 or accumulation == 1)) or (data == 1 and stage):
+            continue
+        base = RunCandidate(data, tensor, pipe, stage=stage, shard=data, sequence=sequence, precision="fp32")
+        base = replace(base, micro_batch=micro, accumulation=accumulation)
+        if not LEAST <= base.tokens * accumulation <= MOST:
+            continue
+        for checkpointing, offload in itertools.product(("none", "full"), (False, True)[: 1 + (stage > 0)]):
+            yield replace(base, checkpointing=checkpointing, offload_optimizer=offload)
+
+
+def _name(c: RunCandidate) -> str:
+    words = [f"stage {c.stage}", f"{c.accumulation} x {c.micro_batch} x {c.sequence} tokens"]
+    words += ["tensor ranks"] * (c.tensor > 1) + ["pipeline"] * (c.pipe > 1)
+    return ", ".join(words + ["offload"] * c.offload_optimizer + ["recomputed"] * (c.checkpointing == "full"))
 
 
 def measure(ranks: int, *, backwards: bool) -> None:
@@ -98,7 +114,7 @@ def compare(ranks: int, *, backwards: bool) -> dict[str, tuple[float, float]]:
         predicted = StepModel(shape, candidate, cluster, calibration_of(cluster.gpu)).simulated().seconds
         tokens = candidate.batch * candidate.sequence
         found[f"{ranks} ranks, {name}"] = tokens / predicted, tokens / measured[name]
-        print(f"{ranks} ranks, {name:30} predicted {predicted:.3f} s, measured {measured[name]:.3f} s", flush=True)
+        print(f"{ranks} ranks, {name:60} predicted {predicted:.3f} s, measured {measured[name]:.3f} s", flush=True)
     return found
 
 
@@ -134,7 +150,7 @@ def main() -> None:
     }
     errors = {name: took / predicted - 1 for name, (predicted, took) in means.items()}  # of seconds
     for name, error in errors.items():
-        print(f"{name:40} {error:+.1%}")
+        print(f"{name:70} {error:+.1%}")
     sizes = sorted(map(abs, errors.values()))
     tau, known, pairs = order(rounds, means)
     print(f"{len(means)} configurations: median error {median(sizes):.1%}, largest {sizes[-1]:.1%}")

@@ -211,7 +211,7 @@ def test_a_machine_that_was_measured_can_be_planned_for(
     """The block that was measured is predicted to take what it took, and so is an update."""
     from zerorun.planner import this_machine
 
-    took = iter([0.1, 0.02, 0.01, 0.05, 1e-4, 0.1, 1e-3, 0.15, this_machine._UPDATED * 2e-9])
+    took = iter([0.1, 0.02, 0.01, 0.05, 1e-4, 0.1, 6e-3, 0.9, this_machine._UPDATED * 2e-9])
     monkeypatch.setattr(this_machine._Clock, "seconds", lambda self, run: next(took))
     monkeypatch.setattr(this_machine, "_ON_CPU", replace(this_machine._ON_CPU, matrices=(8, 16, 1024)))
     monkeypatch.setenv("ZERORUN_CACHE_DIR", str(tmp_path))
@@ -225,8 +225,9 @@ def test_a_machine_that_was_measured_can_be_planned_for(
     model = StepModel(
         sizes.shape, RunCandidate(1, sequence=sizes.sequence, precision="fp32"), cluster, calibration_of(cluster.gpu)
     )
-    assert model.block.forward + model.block.backward == pytest.approx(0.15)
-    assert model.update_seconds() == pytest.approx(2e-9 * (sizes.shape.block_weights + 2 * sizes.shape.vocab * 512))
+    assert model.block.forward + model.block.backward == pytest.approx(0.9 / 6)
+    numel = 6 * sizes.shape.block_weights + 2 * sizes.shape.vocab * 512
+    assert model.update_seconds() == pytest.approx(2e-9 * numel)
     with pytest.raises(ConfigError, match="not been measured with 2 ranks"):
         cluster_of("2xlocal")
     (tmp_path / "model.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 1000}))

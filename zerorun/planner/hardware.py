@@ -43,6 +43,7 @@ class Gpu:
     sum_latency: float = 0.0  # the same of an all-reduce, and
     sum_rate: float = 0.0  # bytes per second and rank of it, counted as a ring sends them; 0: not measured
     processes: int = 1  # that computed at once when it was measured
+    cores: int = 0  # of a CPU, which those processes share
     is_host: bool = False  # a CPU: its memory is the host's, and nothing goes on behind what it computes
 
     @property

@@ -100,6 +100,7 @@ class StepModel:
             "gathers and reductions": micro * exposed + self.exposed_in_step,
             "update": self.update_seconds(),
         }
+        causes["pipeline bubble"] = self._seen_bubble(causes["pipeline bubble"], micro * (mean + exposed + boundary))
         causes["waiting for others"] = sum(causes.values()) * constants.jitter * log2(self.cluster.nodes)
         forward = (mean + slower + exposed) * block.forward / block.seconds
         return StepTime(causes, forward, mean + slower + exposed - forward)
@@ -111,6 +112,14 @@ class StepModel:
         forward = mean * self.block.forward / self.block.seconds
         weights = min(forward, (mean - forward) / 2)
         return weights + min(forward, mean - forward - weights, weights)
+
+    def _seen_bubble(self, bubble: float, work: float) -> float:
+        """Return what is left of a bubble where others have the core of a rank that waits, and are faster meanwhile.
+
+        All cores together do the work in the time that was measured. ``work``: the mean of the stages.
+        """
+        gpu = self.cluster.gpu
+        return max(0.0, (work + bubble) * gpu.cores / gpu.processes - work) if 0 < gpu.cores < gpu.processes else bubble
 
     def simulated(self) -> StepTime:
         """Return the step with the bubble of a simulated schedule, in which stages have the blocks that they will have."""
@@ -132,7 +141,7 @@ class StepModel:
         mean = (
             (self.shape.layers * block.seconds + sum(head)) / c.pipe + self.exposed_in_micro_batch + self.boundary_seconds()
         )
-        return max(0.0, makespan - c.accumulation * mean)
+        return self._seen_bubble(max(0.0, makespan - c.accumulation * mean), c.accumulation * mean)
 
     def schedule(self, micro_batches: int, *, record: bool = False) -> Report:
         """Return the simulated computations of ``micro_batches``, on all stages. ``record``: with when each ran."""

@@ -41,7 +41,10 @@ _LIMITS = 0.2, 1.5  # of an efficiency that can be meant
 
 @dataclass(frozen=True)
 class _Sizes:
-    """Of what is measured: matrices, bytes that are copied, and a block with its tokens."""
+    """Of what is measured: matrices, bytes that are copied, and blocks with their tokens.
+
+    There are as many blocks that the caches of a core do not keep their weights, as they do not in training.
+    """
 
     matrices: tuple[int, ...]
     copied: int
@@ -49,8 +52,26 @@ class _Sizes:
     sequence: int
 
 
-_ON_CPU = _Sizes((256, 512, 1024), 64 << 20, ModelShape(1, 512, 8, 8, 64, 1536, 3, 1000), 512)
+_ON_CPU = _Sizes((256, 512, 1024), 64 << 20, ModelShape(6, 512, 8, 8, 64, 1536, 3, 1000), 512)
 _ON_GPU = _Sizes((4096, 8192), 1 << 30, ModelShape(1, 4096, 32, 32, 128, 11008, 3, 1000), 4096)
+
+
+class _TrialNorm(nn.Module):
+    """As models write it: a kernel for each operation, in fp32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return self.weight * (wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)
+
+
+def _turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """Rotary positions (arXiv:2104.09864), as models write them. ``angles``: [length, width of a head]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * angles.cos() + torch.cat((-second, first), dim=-1) * angles.sin()
 
 
 class _TrialBlock(nn.Module):
@@ -59,14 +80,17 @@ class _TrialBlock(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.heads, width = shape.heads, shape.hidden
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.norms = nn.ModuleList(_TrialNorm(width) for _ in range(2))
+        self.qkv = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(3))
+        self.out = nn.Linear(width, width, bias=False)
         self.gate, self.up = (nn.Linear(width, shape.ffn, bias=False) for _ in range(2))
         self.down = nn.Linear(shape.ffn, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        inner = self.norms[0](x)
+        q, k, v = (part(inner).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv)
+        angles = torch.zeros(q.shape[-2:], dtype=x.dtype, device=x.device)
+        q, k = _turned(q, angles), _turned(k, angles)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.out(attended)
         inner = self.norms[1](x)
@@ -123,19 +147,27 @@ def measure(ranks: int) -> None:
         sum_latency=sums.latency,
         sum_rate=sums.rate,
         processes=ranks,
+        cores=0 if on_gpu(device) else len({core for cores in _cores_of_ranks(ranks) for core in cores}),
         is_host=not on_gpu(device),
     )
-    host = clock.seconds(_step(replace(sizes.shape, hidden=64, ffn=64), 8, dtype, device))
+    blocks = sizes.shape.layers
+    host = clock.seconds(_step(replace(sizes.shape, hidden=64, ffn=64), 8, dtype, device)) / blocks
     constants = replace(fitted().constants, host=host)
     precision = "bf16" if on_gpu(device) else "fp32"
     candidate = RunCandidate(1, sequence=sizes.sequence, precision=precision)
     forward, backward = KernelModel(gpu, KernelGeneration.FLASH, 1.0, constants).block(sizes.shape, candidate)
     work = forward + backward
-    left = clock.seconds(_step(sizes.shape, sizes.sequence, dtype, device)) - work.attention - work.traffic
+    left = clock.seconds(_step(sizes.shape, sizes.sequence, dtype, device)) / blocks - work.attention - work.traffic
     efficiency = min(max(work.products / left if left > 0 else _LIMITS[1], _LIMITS[0]), _LIMITS[1])
     update = clock.seconds(_update(device)) / _UPDATED
     if ranks == 1 or world.rank() == 0:
         save_local(gpu, efficiency, host, update)
+
+
+def _cores_of_ranks(ranks: int) -> list[list[int]]:
+    """Return the cores that each rank may use."""
+    own = sorted(os.sched_getaffinity(0))
+    return world.gather_values(own) if ranks > 1 else [own]
 
 
 class _Clock:
@@ -226,9 +258,9 @@ def _attention(clock: _Clock, sizes: _Sizes, dtype: torch.dtype) -> float:
 
 
 def _step(shape: ModelShape, tokens: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
-    block = _TrialBlock(shape).to(device=device, dtype=dtype)
+    blocks = nn.Sequential(*(_TrialBlock(shape) for _ in range(shape.layers))).to(device=device, dtype=dtype)
     given = torch.randn(1, tokens, shape.hidden, device=device).to(dtype).requires_grad_()
-    return lambda: block(given).sum().backward()
+    return lambda: blocks(given).sum().backward()
 
 
 def _update(device: torch.device) -> Callable[[], object]:
