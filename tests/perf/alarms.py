@@ -67,7 +67,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             alarms = run(number, args.limit, Path(folder))
         total += len(alarms)
-        print(*alarms, sep="\n", end="\n" if alarms else "", flush=True)
+        print(*alarms, f"run {number + 1}: {total} alarms so far", sep="\n", flush=True)
     minutes, load = (time.monotonic() - begun) / 60, os.getloadavg()[0]
     print(f"{total} alarms in {args.runs} runs of 3 ranks, {minutes:.1f} minutes, load {load:.1f}")
     return int(total > 0)
