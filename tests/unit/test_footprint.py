@@ -24,6 +24,8 @@ MIXTURES |= dict.fromkeys(("deepseek_v2", "deepseek_v3"), "n_routed_experts")
 # Kinds whose own plan lets tensor ranks divide all of a block.
 DIVIDED = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
+BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",)}  # keys that give layers some
+
 
 def model_of(values: dict[str, Any]) -> torch.nn.Module:
     transformers = pytest.importorskip("transformers")
@@ -56,7 +58,8 @@ def random_model(random: random.Random, kind: str) -> dict[str, Any]:
 
 def random_mixture(random: random.Random, kind: str) -> dict[str, Any]:
     if kind not in MIXTURES:
-        return {"head_dim": random.choice([16, 32])} if kind == "qwen3" else {}
+        biases = {key: random.random() < 0.5 for key in BIASES.get(kind, ())}
+        return {"head_dim": random.choice([16, 32]), **biases} if kind == "qwen3" else biases
     narrow = {"moe_intermediate_size": 8 * random.randint(4, 30)}
     dense = {"first_k_dense_replace": random.randint(0, 2), "n_shared_experts": random.choice([1, 2])}
     latent = {"q_lora_rank": random.choice([None, 48]), "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}

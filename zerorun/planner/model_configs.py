@@ -77,9 +77,10 @@ def _rotary_bytes(size: int) -> int:
 
 
 def _biases(config: dict[str, Any], kind: str, *, table: bool) -> str:
-    if table or kind == "gpt_oss":
+    attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+    if table or kind == "gpt_oss" or (attention and mlp):
         return "all"
-    return "qkv" if kind in ("qwen2", "qwen2_moe") or config.get("attention_bias") else ""
+    return "attention" if attention else "mlp" if mlp else "qkv" if kind in ("qwen2", "qwen2_moe") else ""
 
 
 def _count_of_experts(config: dict[str, Any]) -> int:

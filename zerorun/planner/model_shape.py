@@ -51,7 +51,7 @@ class LatentAttention:
 class ModelShape:
     """A decoder. ``ffn``: the width of one expert, if a block has several. ``matrices``: of an expert, 3 if it is gated.
 
-    ``gains``: vectors of norms in a block. ``biases``: which layers have them: "", "qkv" or "all". ``positions``: those of
+    ``gains``: vectors of norms in a block. ``biases``: of layers: "qkv", "attention", "mlp" or "all". ``positions``: those of
     a table of positions. ``rotary``: bytes of buffers for rotary positions. ``normed``: queries and keys have a norm, of
     each "head", or of "all" heads together. ``sinks``: each head has a score of its own. ``latent``: narrow attention.
     ``whole``: by the model's own plan, tensor ranks do not divide its attention or its shared experts.
@@ -116,12 +116,9 @@ class ModelShape:
         hidden, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         sides = {"query": queries, "key": keys, "value": keys}
         found = [Weight("sinks", (self.heads,), 0)] if self.sinks else []
-        found += [Weight(name, (size, hidden), 0) for name, size in sides.items()]
-        found.append(Weight("output", (hidden, queries), 1))
-        if self.biases:
-            found += [Weight(f"{name} bias", (size,), 0) for name, size in sides.items()]
-        if self.biases == "all":
-            found.append(Weight("output bias", (hidden,)))
+        for name, size in sides.items():
+            found += _layer(name, (size, hidden), 0, bias=bool(self.biases) and self.biases != "mlp")
+        found += _layer("output", (hidden, queries), 1, bias=self.biases in ("attention", "all"))
         if self.normed:
             own = (self.head_dim, self.head_dim) if self.normed == "head" else (queries, keys)
             summed = "always" if self.normed == "head" else ""
@@ -160,13 +157,13 @@ class ModelShape:
 
     @property
     def _mlp(self) -> tuple[Weight, ...]:
-        biases = (Weight("down bias", (self.hidden,)), Weight("up bias", (self.ffn,), 0)) if self.biases == "all" else ()
-        return (*self._gated("", self.ffn), *biases)
+        return tuple(self._gated("", self.ffn, bias=self.biases in ("mlp", "all")))
 
-    def _gated(self, prefix: str, width: int) -> list[Weight]:
-        names = ("gate", "up")[3 - self.matrices :]
-        found = [Weight(prefix + name, (width, self.hidden), 0) for name in names]
-        return [*found, Weight(f"{prefix}down", (self.hidden, width), 1)]
+    def _gated(self, prefix: str, width: int, *, bias: bool = False) -> list[Weight]:
+        found: list[Weight] = []
+        for name in ("gate", "up")[3 - self.matrices :]:
+            found += _layer(prefix + name, (width, self.hidden), 0, bias=bias)
+        return [*found, *_layer(f"{prefix}down", (self.hidden, width), 1, bias=bias)]
 
     @cached_property
     def before(self) -> tuple[Weight, ...]:
@@ -213,3 +210,9 @@ class ModelShape:
     def flops_per_token(self, sequence: int) -> float:
         """Return the FLOPs of a token in training, causal attention over ``sequence`` tokens, nothing recomputed."""
         return 6.0 * self.used_parameters + 6.0 * self.layers * self.heads * self.attended * sequence
+
+
+def _layer(name: str, shape: tuple[int, int], divided: int, *, bias: bool) -> list[Weight]:
+    """Return the parameters of a linear layer. Ranks that divide its inputs have all of its bias."""
+    own = Weight(f"{name} bias", shape[:1], None if divided else 0, summed="rows" if divided else "")
+    return [Weight(name, shape, divided), *([own] if bias else [])]
