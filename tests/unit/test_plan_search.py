@@ -151,11 +151,16 @@ def test_zerorun_loads_what_is_planned(precision: str) -> None:
         assert config.train_micro_batch_size_per_gpu == candidate.micro_batch
 
 
-@pytest.mark.parametrize("values", by_day((MIXTRAL, QWEN3_235B, DEEPSEEK_V3), MIXTRAL))
-def test_experts_are_spread_in_all_ways_that_zerorun_can(values: dict[str, Any]) -> None:
+# Half of the experts of a block of DeepSeek-V3 are 5.6 billion parameters: their slots alone take 68 GB.
+DEGREES = {"mixtral": (MIXTRAL, {2, 4, 8}), "qwen3": (QWEN3_235B, {2, 4, 8}), "deepseek": (DEEPSEEK_V3, {4, 8, 16})}
+
+
+@pytest.mark.parametrize("model", by_day(DEGREES, "mixtral"))
+def test_experts_are_spread_in_all_ways_that_fit(model: str) -> None:
+    values, degrees = DEGREES[model]
     shape, cluster = shape_of(values), cluster_of("64xH100")
     found = [candidate for candidate, _ in fitting(shape, cluster, Goal(4096, 128))]
-    assert {one.expert for one in found} >= {2, 4, 8}
+    assert {one.expert for one in found} >= degrees
     assert not any(one.sequence_parallel for one in found)
     for candidate in found[::200]:
         config = load_config(candidate_config(candidate))

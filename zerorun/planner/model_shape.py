@@ -51,8 +51,8 @@ class LatentAttention:
 class ModelShape:
     """A decoder. ``ffn``: the width of one expert, if a block has several. ``matrices``: of an expert, 3 if it is gated.
 
-    ``gains``: vectors of norms in a block. ``biases``: of layers: "qkv", "attention", "mlp" or "all". ``positions``: those of
-    a table of positions. ``rotary``: bytes of buffers for rotary positions. ``normed``: queries and keys have a norm, of
+    ``gains``: vectors of norms in a block. ``biases``: of layers: "qkv", "attention", "mlp" or "all". ``positions``: those
+    of a table of positions. ``rotary``: bytes of buffers for rotary positions. ``normed``: queries and keys have a norm, of
     each "head", or of "all" heads together. ``sinks``: each head has a score of its own. ``latent``: narrow attention.
     ``whole``: by the model's own plan, tensor ranks do not divide its attention or its shared experts.
 
