@@ -13,6 +13,7 @@ from models import CASES, Place
 from reference import Result, differences, make_optimizer, weights_of
 from training import make_config, make_engine
 
+from zerorun import log
 from zerorun.config.parse import EffectiveValue
 from zerorun.errors import ConfigError, StepError
 
@@ -145,3 +146,34 @@ def unmanaged() -> list[int]:
 def test_samples_of_steps_that_the_loop_accumulates() -> None:
     """They are those of the backwards that there were, and not of the file's batch."""
     assert run_ranks(2, unmanaged) == [[8, 28, 32]] * 2
+
+
+# -- zero_grad ---------------------------------------------------------------------------------------------------
+
+
+def leave_in_zero_grad(stage: int) -> tuple[list[int], bool]:
+    """(warnings after zero_grad() behind an update and behind a backward, whether all gradients have counted)."""
+    log._warned.clear()
+    case, found = CASES["plain"], []
+    weights = []
+    for calls in (False, True):
+        engine = make_engine(case, make_config(stage, accumulation=2, optimizer="SGD"))
+        for micro in range(4):
+            engine.backward(case.loss(engine, Place(dist.get_rank(), micro // 2, micro % 2)))
+            engine.step()
+            if calls and micro % 2:
+                engine.optimizer.zero_grad()
+                found.append(sum("optimizer.zero_grad() has no effect" in text for text in log._warned))
+        if calls:
+            engine.backward(case.loss(engine, Place(dist.get_rank(), 2, 0)))
+            engine.optimizer.zero_grad(set_to_none=True)
+            found.append(sum("gradients of 1 backward since" in text for text in log._warned))
+            engine.zero_grad()
+        weights.append({name: value.clone() for name, value in engine.state_dict().items()})
+        engine.destroy()
+    return found, all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_the_optimizer_says_that_it_drops_no_gradients(stage: int) -> None:
+    assert run_ranks(2, leave_in_zero_grad, stage) == [([0, 0, 1], True)] * 2

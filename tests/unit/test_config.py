@@ -715,6 +715,59 @@ def test_shard_degree_must_divide_the_ranks() -> None:
         resolve(config, data_parallel_size=6)
 
 
+@pytest.mark.parametrize(
+    ("source", "key", "remedy"),
+    [
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}, "zero_hpz_partition_size", "one of 1, 2, 4, 8"),
+        ({"expert_parallel": {"enabled": True, "autoep_size": 3}}, "autoep_size", "one of 1, 2, 4, 8"),
+        (
+            {"zero_optimization": {"stage": 2, "shard_degree": 2}, "expert_parallel": {"enabled": True, "autoep_size": 16}},
+            "autoep_size",
+            "one of 1, 2, 4, 8",
+        ),
+    ],
+)
+def test_degrees_must_fit_the_ranks(source: dict[str, Any], key: str, remedy: str) -> None:
+    config = load_config({"train_micro_batch_size_per_gpu": 1, **source})
+    with pytest.raises(ConfigError) as caught:
+        resolve(config, data_parallel_size=8)
+    (problem,) = caught.value.problems
+    assert problem.key.endswith(key) and remedy in problem.remedy
+
+
+def test_degrees_that_fit_the_ranks() -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 4}
+    experts = {"enabled": True, "autoep_size": 8}
+    source = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "expert_parallel": experts}
+    assert resolve(load_config(source), data_parallel_size=8).expert_parallel.size == 8
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "says"),
+    [
+        (
+            {"zero_optimization": {"stage": 2, "zero_quantized_gradients": True, "zero_quantized_gradients_bits": 16}},
+            "zero_optimization.zero_quantized_gradients_bits",
+            "Use one of 4 or 8.",
+        ),
+        ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage", "without quotes"),
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-4}}}, "optimizer.params.learning_rate", 'mean "lr"'),
+        ({"bf16": True}, "bf16", '{"enabled": true}'),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer", '{"device": "cpu"}'),
+        ({"checkpoint": {"dir": "d", "in_memory": True}}, "checkpoint.in_memory", '{"every_steps": 1}'),
+        ({"context_parallel": {"method": "ring"}}, "context_parallel.method", "'auto', 'ulysses', 'gather'"),
+    ],
+)
+def test_remedies_are_what_was_wanted(source: dict[str, Any], key: str, says: str) -> None:
+    problem = the_problem(source)
+    assert problem.key.endswith(key) and says in problem.remedy
+
+
+def test_the_value_of_a_problem_is_that_of_the_file() -> None:
+    loco = {"err_beta": 0.5, "reset_T": 64}
+    assert the_problem({"zero_optimization": {"stage": 2, "zeropp_loco_param": loco}}).value == loco
+
+
 def test_shard_degree_below_the_ranks_is_hybrid() -> None:
     config = load_config({"train_batch_size": 8, "zero_optimization": {"stage": 3, "shard_degree": 4}})
     assert resolve(config, data_parallel_size=8).zero_optimization.hybrid_shard

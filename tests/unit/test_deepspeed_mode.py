@@ -242,7 +242,7 @@ except zerorun.ConfigError as error:
     print(sorted(problem.key.removeprefix("scheduler.params.") for problem in error.problems))
 print(zerorun.Engine.coalesce_grad_reduction is zerorun.Engine.no_sync)
 deepspeed.utils.set_log_level_from_string("warning")
-print(deepspeed.utils.logger.level)
+print(deepspeed.utils.logger.level, deepspeed.logger is deepspeed.utils.logger, zerorun.log.logger.level)
 print(config.fp16.enabled, config.zero_optimization.overlap_comm, config.zero_optimization.stage)
 print(config.train_micro_batch_size_per_gpu, CYCLE_MIN_LR, WARMUP_LOG_RATE, WARMUP_MIN_RATIO)
 try:
@@ -252,7 +252,7 @@ except Exception as error:
 """
     assert printed(BEGIN + text, tmp_path, WORLD_SIZE="4") == [
         "True False False", "(0.2,) (0.5,) 0.9", "['total_num_steps', 'warmup_min_lr', 'warmup_stps']",
-        "True", "30", "True False 1", "1 cycle_min_lr log warmup_min_ratio", "TopologyError True"
+        "True", "30 True 20", "True False 1", "1 cycle_min_lr log warmup_min_ratio", "TopologyError True"
     ]  # fmt: skip
 
 

@@ -174,7 +174,7 @@ def _dtype_name(value: object) -> str:
 
 def _stage(value: object) -> int:
     choices = "0, 1, 2, 3 or " + ", ".join(STAGE_NAMES)
-    if isinstance(value, str):
+    if isinstance(value, str) and not value.strip().isdigit():
         if value.upper() not in STAGE_NAMES:
             fail("is not a ZeRO stage.", f"Use {choices}.")
         return STAGE_NAMES[value.upper()]

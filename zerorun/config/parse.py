@@ -11,7 +11,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -172,6 +172,14 @@ def _shard_values(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
     if zero.mics_shard_size > 1 and zero.stage == 3:
         values |= {_ZERO + "hybrid_shard": True, _ZERO + "shard_degree": zero.mics_shard_size}
     return values
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _any(sizes: Sequence[int]) -> str:
+    return ", ".join(map(str, sizes))
 
 
 def _raise(problems: list[ConfigProblem], source: str) -> None:
@@ -356,15 +364,34 @@ class _Resolution:
         if wanted not in (None, ranks):
             reason = f"there are {ranks} data-parallel ranks."
             self.problems.append(ConfigProblem("data_parallel_size", wanted, reason, "Remove the key."))
-        if degree is None or ranks < 1:
+        if ranks < 1:
             return
         ranks *= context  # which have states of their own
-        if ranks % degree:
-            divisors = ", ".join(str(size) for size in range(1, min(ranks, 4096) + 1) if ranks % size == 0)
-            reason = f"must divide the {ranks} data-parallel ranks."
-            self.problems.append(ConfigProblem(_ZERO + "shard_degree", degree, reason, f"Use one of {divisors}."))
-        elif not self.config.zero_optimization.hybrid_shard and degree < ranks:
+        if degree is not None and ranks % degree:
+            reason, remedy = f"must divide the {ranks} data-parallel ranks.", f"Use one of {_any(_divisors(ranks))}."
+            self.problems.append(ConfigProblem(_ZERO + "shard_degree", degree, reason, remedy))
+            return
+        if degree is not None and not self.config.zero_optimization.hybrid_shard and degree < ranks:
             self.values[_ZERO + "hybrid_shard"] = True
+        if degree is not None or not self.config.zero_optimization.hybrid_shard:  # else the ranks of a node shard
+            self.problems += [*self._second_copy(degree or ranks), *self._experts(ranks, degree or ranks)]
+
+    def _second_copy(self, shard: int) -> Iterator[ConfigProblem]:
+        zero = self.config.zero_optimization
+        if zero.stage == 3 and shard % zero.zero_hpz_partition_size:
+            reason = f"must divide the {shard} ranks that divide the states."
+            remedy = f"Set it to the number of these ranks on a node, one of {_any(_divisors(shard))}."
+            yield ConfigProblem(_ZERO + "zero_hpz_partition_size", zero.zero_hpz_partition_size, reason, remedy)
+
+    def _experts(self, data: int, shard: int) -> Iterator[ConfigProblem]:
+        """As zerorun/distributed/topology.py has them: groups fill the ranks, and cut the shard axis evenly or fill it."""
+        expert, tensor = self.config.expert_parallel.size, self.config.tensor_parallel.size
+        places = [size for size in _divisors(data) if shard % size == 0 or size % shard == 0]
+        fitting = sorted({1, *(tensor * size for size in places)})
+        if expert not in fitting:
+            reason = f"groups of that many do not fit the {data} data-parallel ranks, {shard} of which divide the states."
+            remedy = f"Use one of {_any(fitting)}."
+            yield ConfigProblem("expert_parallel.autoep_size", expert, reason, remedy)
 
     def optimizer(self, given: bool, learning_rate: float | None, weight_decay: float | None) -> None:
         if given:
@@ -412,6 +439,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hidden-size", type=int, help="hidden size of the model, for bucket sizes that say auto")
     parser.add_argument("--no-bf16", action="store_true", help="the device has no bf16")
     options = parser.parse_args(arguments)
+    if options.world_size < 1:
+        parser.error(f"--world-size {options.world_size}: a job has at least one rank")
     try:
         loaded = load_config(options.source, world_size=options.world_size, micro_batch_hint=options.micro_batch)
         config = resolve(

@@ -23,6 +23,7 @@ _KNOWN_MISTAKES = {
     "comms_config": 'DeepSpeed reads it as "comms_logger" only; remove it, and use engine.communication_report().',
     "monitor_config": 'DeepSpeed reads "tensorboard", "wandb", "csv_monitor" and "comet" at the top level instead.',
     "zero_optimization.aio": 'Move "aio" to the top level.',
+    "optimizer.params.learning_rate": 'Did you mean "lr"?',
     "allgather_size": 'Use "allgather_bucket_size" inside "zero_optimization".',
 }
 
@@ -217,7 +218,7 @@ def _explain(entry: Any) -> tuple[str, str]:
         return f"must be {word[kind[0]]} {bound}.", f"Use a number that is {word[kind[0]]} {bound}."
     if kind == "literal_error":
         allowed = quoted_words(context["expected"])
-        words = ", ".join(map(repr, allowed))
+        words = ", ".join(map(repr, allowed)) or context["expected"]  # numbers
         question = did_you_mean(entry["input"], allowed) if isinstance(entry["input"], str) else ""
         return f"is not one of {words}.", question or f"Use one of {words}."
     if kind == "missing":
@@ -252,7 +253,9 @@ def _says_enabled(entries: Any) -> bool:
 
 def _example(section: type[Section], key: str) -> str:
     name, field = next(iter(section.fields_by_key().items()))
-    value = {"type": '"AdamW"' if key == "optimizer" else '"WarmupLR"'}.get(name)
+    kind = '"AdamW"' if key == "optimizer" else '"WarmupLR"'
+    switched_on = {"type": kind, "enabled": "true", "device": '"cpu"', "every_steps": "1"}
+    value = switched_on.get(name)
     if value is None:
         default = field.get_default(call_default_factory=True)
         value = str(default).lower() if isinstance(default, (bool, int)) else f'"{default}"'

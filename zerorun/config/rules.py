@@ -111,13 +111,13 @@ def _shard_degree(config: Config) -> Iterator[ConfigProblem]:
 
 
 def _zeropp(config: Config) -> Iterator[ConfigProblem]:
-    zero = config.zero_optimization
+    zero, key = config.zero_optimization, "zero_optimization.zeropp_loco_param"
     if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
         reason, remedy = "is about quantised gradients, and they are off.", "Set zero_quantized_gradients, or remove it."
-        yield ConfigProblem("zero_optimization.zeropp_loco_param", {}, reason, remedy)
+        yield ConfigProblem(key, zero.zeropp_loco_param.model_dump(), reason, remedy)
     if zero.zeropp_loco_param is not None and config.optimizer is not None and config.optimizer.type.lower() == "sophia":
         reason = "adds what was left out of gradients to the next ones, and Sophia reduces curvatures between them."
-        yield ConfigProblem("zero_optimization.zeropp_loco_param", {}, reason, "Remove it, or choose another optimizer.")
+        yield ConfigProblem(key, zero.zeropp_loco_param.model_dump(), reason, "Remove it, or choose another optimizer.")
 
 
 def _compile(config: Config) -> Iterator[ConfigProblem]:

@@ -478,7 +478,7 @@ class ContextParallel(Section):
 
     size: Count | None = None
     """Another name for sequence_parallel_size."""
-    method: Annotated[Literal["ulysses", "gather"] | None, LowerCase] = None
+    method: Annotated[Literal["auto", "ulysses", "gather"] | None, LowerCase] = None
     """How attention sees the whole sequence: "ulysses", by whole sequences of some heads on each rank, or "gather", by the
     keys and values of all rows. Not given, or "auto": whichever sends fewer bytes."""
     in_evaluation: Flag = True

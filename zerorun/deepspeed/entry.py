@@ -18,8 +18,9 @@ from ..distributed.transport import process_group
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as make_engine
 from ..errors import ConfigError, ConfigProblem, TopologyError
-from ..log import is_rank_zero, logger
+from ..log import is_rank_zero
 from ..startup.inputs import config_of
+from .helpers import logger
 from .leniency import as_deepspeed_reads
 from .param_grad import show_gradients
 from .parameters import show_placeholders

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..distributed.device import default_device, on_host
-from ..log import is_rank_zero, logger, warn_once
+from ..log import is_rank_zero, warn_once
 from .accelerator import get_accelerator
 
 DeepSpeedOptimizer = torch.optim.Optimizer  # engine.optimizer is one of torch's; it shards, and wraps nothing
@@ -25,6 +25,8 @@ DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 CROSS_RANK, CROSS_SIZE = "CROSS_RANK", "CROSS_SIZE"
 _GIB = 1 << 30
+# Trainers set its level to their own, by default "warning". That does not hide the engine's notes on the configuration.
+logger = logging.getLogger("zerorun.deepspeed")
 
 
 class OffloadDeviceEnum(str, enum.Enum):
@@ -61,7 +63,7 @@ def warning_once(message: str, *args: Any) -> None:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Set the level of a logger, zerorun's by default: "debug", "info", "warning", "error" or "critical".
+    """Set the level of a logger, by default of ``deepspeed.logger``: "debug", "info", "warning", "error" or "critical".
 
     Raises ValueError for another word.
     """

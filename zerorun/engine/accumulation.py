@@ -29,7 +29,7 @@ from ..distributed.device import holds
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
-from ..log import warn_once
+from ..log import counted, warn_once
 from ..optim.loss_scaler import LossScaler
 from ..zero.flat_group import fresh_gradient
 from ..zero.norm import Told, UnreadLosses
@@ -156,6 +156,15 @@ class Accumulation:
             )
         self.micro_steps += 1
         return boundary
+
+    def ignore_zero_grad(self, set_to_none: bool = True) -> None:
+        """What ``optimizer.zero_grad()`` does: the optimizer has none between steps. ``set_to_none`` has no effect."""
+        if self.backwards:
+            warn_once(
+                f"optimizer.zero_grad() has no effect: the gradients of {counted(self.backwards, 'backward')} since the "
+                "last update are kept, and the next one adds them up. Remedy: remove the call, or call engine.zero_grad() "
+                "if they are to be dropped."
+            )
 
     def count_batch(self, micro_batches: int) -> None:
         """Count a whole batch that went through a pipeline."""

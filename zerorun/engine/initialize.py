@@ -214,6 +214,8 @@ def initialize(
     refuses = not settings.ignore_unused_parameters
     sharded = _shard_optimizer(raw, plan, made.units, comm, parallelized.copies, refuse_unused=refuses)
     kept_as = ShardedModel if comm.statistics.watch is None else TimedModel
+    if sharded is not None:
+        sharded.give_methods(zero_grad=accumulation.ignore_zero_grad)
     sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)
     runtime.keep(_changes(sharded_model, wanted, device))
     runtime.keep(observer.attached_to(model) if observer is not None else ())

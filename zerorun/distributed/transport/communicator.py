@@ -20,7 +20,7 @@ from .connect import connect_axis
 from .control import Control
 from .peer_memory import PeerMemoryError
 from .second_copy import SecondCopy
-from .statistics import UNANSWERED, CommunicationStatistics, Pending
+from .statistics import CommunicationStatistics, Pending, unanswered
 from .sums import store
 from .transport import Transport
 from .world import uses_nccl
@@ -279,7 +279,7 @@ class Communicator:
             for axis in self._axes():
                 axis.fence()
         except PeerMemoryError as error:
-            raise OrderError(UNANSWERED.format("before an update", self.topology.rank, error)) from error
+            raise unanswered("before an update", self.topology.rank, error) from error
 
     def forget_groups(self) -> None:
         """Let go of the process groups. No collective can follow."""

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import OrderError
 from ...watch.board import ALL, Span, only, span_of
 from ..topology import Topology, everyone
 from ..waits import waiting
 from .peer_memory import PeerEnded, PeerMemory
-from .statistics import UNANSWERED, CommunicationStatistics
+from .statistics import CommunicationStatistics, unanswered
 from .world import gather_values
 
 _AGREEMENT = "{}: an agreement of ranks, as in step() or a barrier"
@@ -132,7 +131,7 @@ class Control:
                     self._memory.wait_until(message.done)
                 message.result()
         except RuntimeError as error:
-            raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
+            raise unanswered(label, dist.get_rank(), error) from error
         if watch is not None:
             watch.add(f"pipeline: {label}", begun, begun)
 
@@ -157,7 +156,7 @@ class Control:
                     work.wait(timeout)
         except RuntimeError as error:
             _given_up.append(work)
-            raise OrderError(UNANSWERED.format("control", dist.get_rank(), error)) from error
+            raise unanswered("control", dist.get_rank(), error) from error
         if watch is not None:
             watch.add(label, begun, begun)
 

@@ -82,6 +82,10 @@ class PeerEnded(PeerMemoryError):
     """A peer's process has ended."""
 
 
+class PeersDisagree(PeerMemoryError):
+    """Two ranks mean to do different things, as the text says, with a remedy."""
+
+
 class PeerCollective:
     """One collective: this rank's offer, and what it takes of the others' offers of the same number."""
 
@@ -309,9 +313,13 @@ class PeerMemory:
                 return None
             _, theirs, address, count, bytes_there = self._word
             if (theirs, count) != (tag, own.numel()):
-                raise PeerMemoryError(f"ranks {self.rank} and {peer} of the group disagree on the order at '{label}'")
+                raise PeersDisagree(
+                    f"ranks {self._names[self.rank]} and {self._names[peer]} make different collectives at the same time. "
+                    "Remedy: let all ranks take the same path through the model, and let all of them call state_dict(), "
+                    "save_checkpoint() and other methods of the engine, and evaluate"
+                )
             if bytes_there != size:
-                raise PeerMemoryError(
+                raise PeersDisagree(
                     f"ranks {self._names[self.rank]} and {self._names[peer]} disagree on the size of '{label}': {size} and "
                     f"{bytes_there} bytes. Remedy: let all ranks that divide a layer give it tensors of the same shape"
                 )

@@ -11,14 +11,13 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
-from ...errors import OrderError
 from ..layout import Piece
 from ..transports import PEER_MEMORY
 from .gloo import Gloo
 from .mapped_shards import MappedShards
 from .open_shards import OpenShards
 from .peer_memory import PeerMemory, PeerMemoryError
-from .statistics import UNANSWERED, CommunicationStatistics, Pending, Started
+from .statistics import CommunicationStatistics, Pending, Started, unanswered
 from .sums import STRETCH, Stretches, sum_in_rank_order
 from .transport import EXIT_READ_TIMEOUT_S
 
@@ -101,7 +100,7 @@ class SameHost(Gloo):
         try:
             shards.gather(full, bounds, source)
         except PeerMemoryError as error:
-            raise OrderError(UNANSWERED.format(label, dist.get_rank(), error)) from error
+            raise unanswered(label, dist.get_rank(), error) from error
         return Pending(self.statistics, label)
 
     def sum_parts(

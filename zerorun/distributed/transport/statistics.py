@@ -18,13 +18,17 @@ from ...errors import OrderError
 from ...watch.board import NUMBERS, Span, board, only
 from ..stopwatch import Stopwatch
 from ..waits import time_limit, waiting
-from .peer_memory import PeerCollective, number_of
+from .peer_memory import PeerCollective, PeersDisagree, number_of
 from .sums import BufferPool
 
-UNANSWERED = (
-    "collective '{}' could not be completed on rank {}: another rank ended or did not take part. "
-    "Look at the first failing rank's own error. ({})"
-)
+
+def unanswered(label: str, rank: int, error: BaseException) -> OrderError:
+    """Return the error of a collective that ``rank`` cannot complete because of ``error``."""
+    what = f"collective '{label}' could not be completed on rank {rank}"
+    if isinstance(error, PeersDisagree):
+        return OrderError(f"{what}: {error}")
+    remedy = "Look at the first failing rank's own error."
+    return OrderError(f"{what}: another rank ended or did not take part. {remedy} ({error})")
 
 
 class Message:
@@ -92,7 +96,7 @@ class Pending:
             self._in_flight.discard(self)
             if isinstance(error, OrderError):  # of a work that is itself pending
                 raise
-            raise OrderError(UNANSWERED.format(self.label, dist.get_rank(), error)) from error
+            raise unanswered(self.label, dist.get_rank(), error) from error
         self.done = True
         self._in_flight.discard(self)
         if self._finish is not None:
