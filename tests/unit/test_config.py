@@ -740,6 +740,8 @@ def test_degrees_that_fit_the_ranks() -> None:
     experts = {"enabled": True, "autoep_size": 8}
     source = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "expert_parallel": experts}
     assert resolve(load_config(source), data_parallel_size=8).expert_parallel.size == 8
+    alone = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}}
+    assert resolve(load_config(alone), data_parallel_size=1).zero_optimization.zero_hpz_partition_size == 8
 
 
 @pytest.mark.parametrize(

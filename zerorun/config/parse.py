@@ -378,7 +378,7 @@ class _Resolution:
 
     def _second_copy(self, shard: int) -> Iterator[ConfigProblem]:
         zero = self.config.zero_optimization
-        if zero.stage == 3 and shard % zero.zero_hpz_partition_size:
+        if zero.stage == 3 and shard > 1 and shard % zero.zero_hpz_partition_size:
             reason = f"must divide the {shard} ranks that divide the states."
             remedy = f"Set it to the number of these ranks on a node, one of {_any(_divisors(shard))}."
             yield ConfigProblem(_ZERO + "zero_hpz_partition_size", zero.zero_hpz_partition_size, reason, remedy)
