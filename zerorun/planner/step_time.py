@@ -91,7 +91,7 @@ class StepModel:
         causes = {
             "matrix products": micro * (blocks * work.products + (head[0].products + head[1].products) / c.pipe),
             "attention": micro * blocks * work.attention,
-            "device memory": micro * (blocks * work.traffic + (head[0].traffic + head[1].traffic) / c.pipe),
+            "device memory": micro * (blocks * work.traffic + (head[0].traffic + head[1].traffic) / c.pipe + self._filed),
             "tensor ranks": micro * blocks * (block.on_gpu - work.seconds - block.rows),
             "rows to experts": micro * blocks * block.rows,
             "host": micro * blocks * (block.seconds - block.on_gpu),
@@ -243,6 +243,17 @@ class StepModel:
             return max(all_reduce_seconds(cluster, family.every, nbytes), fetched)
         over_shards = pieces * gather_seconds(cluster, family.shards, nbytes / pieces)
         return max(over_shards + all_reduce_seconds(cluster, family.copies, nbytes / shard), fetched)
+
+    @property
+    def _filed(self) -> float:
+        """The seconds in which gradients of a micro-batch come into flat buffers: read and written, and read if added up.
+
+        Efficiencies that were fitted to published steps have it in them; those of a block that was measured alone have not.
+        """
+        if not self.calibration.update:
+            return 0.0
+        numel = -(-self.shape.layers // self.candidate.pipe) * sum(one.numel for one in self.families) + self._outside_numel
+        return numel * (3 if self.candidate.accumulation > 1 else 2) * self.candidate.element / self.kernels.bandwidth
 
     def _fetch(self, numel: float) -> float:
         """Return the seconds in which reduced gradients of a micro-batch come to host memory, and are added up there."""

@@ -35,6 +35,7 @@ _STRETCHES = 5  # of each measurement; the one in the middle counts
 _STRETCH_SECONDS = 0.6  # so long that a core is as fast as in training
 _UPDATED = 1 << 21  # elements that an update is measured with
 _MESSAGES = 1 << 14, 1 << 24  # bytes that are gathered, for the time that each collective takes and for the rate
+_BEFORE_SUM = 512  # rows and columns of a product that ranks compute before they add up
 _LIMIT_SECONDS = 600
 _LIMITS = 0.2, 1.5  # of an efficiency that can be meant
 
@@ -177,13 +178,13 @@ class _Clock:
         self.device, self.ranks = device, ranks
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the seconds of a call, the mean over ranks. The first call does not count."""
+        """Return the seconds of a call on the slowest rank, for which others wait. The first call does not count."""
         run()
-        count = max(1, int(_STRETCH_SECONDS / self._mean(world.seconds_of(run, 1, self.device))))
-        return self._mean(median(world.seconds_of(run, count, self.device) for _ in range(_STRETCHES)))
+        count = max(1, int(_STRETCH_SECONDS / self._slowest(world.seconds_of(run, 1, self.device))))
+        return median(self._slowest(world.seconds_of(run, count, self.device)) for _ in range(_STRETCHES))
 
-    def _mean(self, seconds: float) -> float:
-        return sum(world.gather_values(seconds)) / self.ranks if self.ranks > 1 else seconds
+    def _slowest(self, seconds: float) -> float:
+        return max(world.gather_values(seconds)) if self.ranks > 1 else seconds
 
 
 @dataclass(frozen=True)
@@ -208,7 +209,10 @@ def _links(clock: _Clock, guess: float, nbytes: int) -> tuple[_Measured, _Measur
     topology = Topology.create(clock.ranks, world.rank(), device_type=clock.device.type)
     communicator = Communicator(topology, clock.device)
     gathers = [clock.seconds(_gather(communicator, size // 4 // clock.ranks)) for size in _MESSAGES]
-    sums = [clock.seconds(_sum(communicator, size // 4)) for size in _MESSAGES]
+    # Tensor ranks compute between two sums, and do not end that at the same time.
+    before = _product(_BEFORE_SUM, torch.float32, clock.device)
+    computed = clock.seconds(before)
+    sums = [clock.seconds(_after(before, _sum(communicator, size // 4))) - computed for size in _MESSAGES]
     communicator.fence()
     return _Measured.of(gathers, 1, clock.ranks), _Measured.of(sums, 2, clock.ranks)
 
@@ -224,6 +228,14 @@ def _sum(communicator: Communicator, numel: int) -> Callable[[], object]:
     """As tensor ranks sum what they have computed."""
     buffer = torch.zeros(numel, device=communicator.device)
     return lambda: communicator.dense.shard.sum_of(buffer, "measuring")
+
+
+def _after(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], object]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def _product(n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
