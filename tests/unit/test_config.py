@@ -753,7 +753,7 @@ def test_degrees_that_fit_the_ranks() -> None:
             "Use one of 4 or 8.",
         ),
         ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage", "without quotes"),
-        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-4}}}, "optimizer.params.learning_rate", 'mean "lr"'),
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-4}}}, "params.learning_rate", 'mean "lr"'),
         ({"bf16": True}, "bf16", '{"enabled": true}'),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer", '{"device": "cpu"}'),
         ({"checkpoint": {"dir": "d", "in_memory": True}}, "checkpoint.in_memory", '{"every_steps": 1}'),
