@@ -388,7 +388,7 @@ class _Resolution:
         expert, tensor = self.config.expert_parallel.size, self.config.tensor_parallel.size
         places = [size for size in _divisors(data) if shard % size == 0 or size % shard == 0]
         fitting = sorted({1, *(tensor * size for size in places)})
-        if expert not in fitting:
+        if expert not in fitting and data > 1:  # one rank is what a file is checked for where nobody says how many
             reason = f"groups of that many do not fit the {data} data-parallel ranks, {shard} of which divide the states."
             remedy = f"Use one of {_any(fitting)}."
             yield ConfigProblem("expert_parallel.autoep_size", expert, reason, remedy)

@@ -18,9 +18,8 @@ from ..distributed.transport import process_group
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as make_engine
 from ..errors import ConfigError, ConfigProblem, TopologyError
-from ..log import is_rank_zero
+from ..log import is_rank_zero, script_logger
 from ..startup.inputs import config_of
-from .helpers import logger
 from .leniency import as_deepspeed_reads
 from .param_grad import show_gradients
 from .parameters import show_placeholders
@@ -67,7 +66,7 @@ def initialize(
         collate_fn=collate_fn,
     )
     if is_rank_zero():  # by these words clients see in a log that DeepSpeed has made an engine
-        logger.info("DeepSpeed info: version=%s, the names of zerorun %s", VERSION, zerorun.__version__)
+        script_logger.info("DeepSpeed info: version=%s, the names of zerorun %s", VERSION, zerorun.__version__)
     show_placeholders(engine)
     show_gradients(engine)
     if engine.sharded is not None:

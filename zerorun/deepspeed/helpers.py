@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..distributed.device import default_device, on_host
-from ..log import is_rank_zero, warn_once
+from ..log import is_rank_zero, script_logger, warn_once
 from .accelerator import get_accelerator
 
 DeepSpeedOptimizer = torch.optim.Optimizer  # engine.optimizer is one of torch's; it shards, and wraps nothing
@@ -25,8 +25,6 @@ DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 CROSS_RANK, CROSS_SIZE = "CROSS_RANK", "CROSS_SIZE"
 _GIB = 1 << 30
-# Trainers set its level to their own, by default "warning". That does not hide the engine's notes on the configuration.
-logger = logging.getLogger("zerorun.deepspeed")
 
 
 class OffloadDeviceEnum(str, enum.Enum):
@@ -44,7 +42,7 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
     """Log ``message`` on the given ranks; on all of them for None or [-1]."""
     rank = int(os.environ.get("RANK", "0"))
     if ranks is None or -1 in ranks or rank in ranks:
-        logger.log(level, "%s", message)
+        script_logger.log(level, "%s", message)
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -70,7 +68,7 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
     level = logging.getLevelName(log_level_str.upper())
     if not isinstance(level, int):
         raise ValueError(f"{log_level_str!r} is not a level of logging. Remedy: debug, info, warning, error or critical.")
-    (custom_logger or logger).setLevel(level)
+    (custom_logger or script_logger).setLevel(level)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -82,7 +80,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     if not on_host(default_device()):
         now, most = accelerator.memory_allocated(), accelerator.max_memory_allocated()
         used = f"device {now / _GIB:.2f} GiB, most {most / _GIB:.2f}; "
-    logger.info("%s: %shost %.2f of %.2f GiB (%.0f %%)", message, used, host.used / _GIB, host.total / _GIB, host.percent)
+    script_logger.info(
+        "%s: %shost %.2f of %.2f GiB (%.0f %%)", message, used, host.used / _GIB, host.total / _GIB, host.percent
+    )
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> str | None:
@@ -97,7 +97,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> str 
     observer = None if engine is None else engine.observer
     text = str(report or "") if observer is None else observer.communication_table(report)
     if is_rank_zero() and text:
-        logger.info("%s", text)
+        script_logger.info("%s", text)
     return text if return_dict else None
 
 

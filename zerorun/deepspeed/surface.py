@@ -29,7 +29,9 @@ _INIT = _names(zero__init="Init", zero__access="GatheredParameters")
 _STATUS = _names(deepspeed__parameters="ZeroParamStatus ZeroParamType")
 _EXTERNAL = _names(zero__external_parameters="register_external_parameter unregister_external_parameter")
 _PIPE = _names(pipeline__module="PipelineModule", pipeline__layer_spec="LayerSpec TiedLayerSpec")
-_LOG = _names(deepspeed__helpers="logger log_dist log_dist_once set_log_level_from_string warning_once")
+_LOG = _names(
+    log="logger=script_logger", deepspeed__helpers="log_dist log_dist_once set_log_level_from_string warning_once"
+)
 _CHECKPOINTING = _names(activations__checkpointing="checkpoint non_reentrant_checkpoint configure is_configured reset")
 _ENGINE = _names(engine__engine="DeepSpeedEngine=Engine")
 _TOPOLOGY = _names(
@@ -111,8 +113,9 @@ SURFACE: dict[str, dict[str, str]] = {
             deepspeed__tensor_ranks="tp_model_init",
             deepspeed__arguments="add_config_arguments",
             deepspeed__surface="__version__=VERSION version=VERSION",
-            deepspeed__helpers="logger log_dist OnDevice DeepSpeedOptimizer",
+            deepspeed__helpers="log_dist OnDevice DeepSpeedOptimizer",
             engine__pipeline_engine="PipelineEngine",
+            log="logger=script_logger",
         ),
     },
     "deepspeed.accelerator": _ACCELERATOR,

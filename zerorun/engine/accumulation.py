@@ -157,15 +157,6 @@ class Accumulation:
         self.micro_steps += 1
         return boundary
 
-    def ignore_zero_grad(self, set_to_none: bool = True) -> None:
-        """What ``optimizer.zero_grad()`` does: the optimizer has none between steps. ``set_to_none`` has no effect."""
-        if self.backwards:
-            warn_once(
-                f"optimizer.zero_grad() has no effect: the gradients of {counted(self.backwards, 'backward')} since the "
-                "last update are kept, and the next one adds them up. Remedy: remove the call, or call engine.zero_grad() "
-                "if they are to be dropped."
-            )
-
     def count_batch(self, micro_batches: int) -> None:
         """Count a whole batch that went through a pipeline."""
         self.backwards = self._steps_seen = micro_batches
@@ -318,6 +309,20 @@ def counted_ranks(config: Config, topology: Topology) -> int:
 
 
 # -- labels -------------------------------------------------------------------------------------------------------
+
+
+def zero_grad_beside(accumulation: Accumulation) -> Callable[..., None]:
+    """Return what ``optimizer.zero_grad`` is: the optimizer has no gradients between steps, so it drops none."""
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        if accumulation.backwards:
+            warn_once(
+                "optimizer.zero_grad() has no effect: the gradients of "
+                f"{counted(accumulation.backwards, 'backward')} since the last update are kept, and the next one adds them "
+                "up. Remedy: remove the call, or call engine.zero_grad() if they are to be dropped."
+            )
+
+    return zero_grad
 
 
 class LabelCounts:

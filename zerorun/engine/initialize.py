@@ -78,7 +78,7 @@ from ..zero.runtime import Removable, Runtime, refuse_managed
 from ..zero.sharded_model import ShardedModel
 from ..zero.sharded_optimizer import PiecesInFp32, ShardedOptimizer
 from ..zero.unit import Unit, links_of
-from .accumulation import Accumulation
+from .accumulation import Accumulation, zero_grad_beside
 from .compilation import show_compilation
 from .engine import Engine
 
@@ -215,7 +215,7 @@ def initialize(
     sharded = _shard_optimizer(raw, plan, made.units, comm, parallelized.copies, refuse_unused=refuses)
     kept_as = ShardedModel if comm.statistics.watch is None else TimedModel
     if sharded is not None:
-        sharded.give_methods(zero_grad=accumulation.ignore_zero_grad)
+        sharded.give_methods(zero_grad=zero_grad_beside(accumulation))
     sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)
     runtime.keep(_changes(sharded_model, wanted, device))
     runtime.keep(observer.attached_to(model) if observer is not None else ())
