@@ -14,8 +14,8 @@ from typing import NoReturn
 from zerorun.errors import ZerorunError
 
 logger = logging.getLogger("zerorun")
-# The one that scripts know as DeepSpeed's. Trainers set its level to their own, by default "warning"; that does not hide the
-# engine's notes on the configuration.
+# The one that scripts know as DeepSpeed's. Trainers set its level to their own, by default "warning", which does not hide
+# the engine's notes on the configuration.
 script_logger = logging.getLogger("zerorun.deepspeed")
 _warned: set[str] = set()
 
