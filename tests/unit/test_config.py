@@ -754,6 +754,11 @@ def test_degrees_that_fit_the_ranks() -> None:
         ),
         ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage", "without quotes"),
         ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-4}}}, "params.learning_rate", 'mean "lr"'),
+        (
+            {"optimizer": {"type": "AdamW8bit"}, "bf16": {"enabled": True, "bf16_optimizer_states": True}},
+            "bf16.bf16_optimizer_states",
+            'set optimizer.type to "AdamW"',
+        ),
         ({"bf16": True}, "bf16", '{"enabled": true}'),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer", '{"device": "cpu"}'),
         ({"checkpoint": {"dir": "d", "in_memory": True}}, "checkpoint.in_memory", '{"every_steps": 1}'),

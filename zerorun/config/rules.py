@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerorun.config.fields import NOT_ENABLED, ConfigNote, Inert, OnlyStages, Refused, Section
-from zerorun.config.params import find_kind, wrong_name
+from zerorun.config.params import Adam8bitParams, find_kind, wrong_name
 from zerorun.config.schema import Config
 from zerorun.errors import ConfigProblem
 
@@ -71,6 +71,10 @@ def _masters(config: Config) -> Iterator[ConfigProblem]:
         reason = "masters are in fp32, which leave nothing out that a second number could keep."
         remedy = "Set bf16.bf16_master_weights_and_grads to true, or remove the key."
         yield ConfigProblem("bf16.rounding", "kahan", reason, remedy)
+    kind = find_kind("optimizer", config.optimizer.type) if config.optimizer is not None else None
+    if section.bf16_optimizer_states and kind is not None and kind.params is Adam8bitParams:
+        remedy = 'Remove the key, or set optimizer.type to "AdamW".'
+        yield ConfigProblem("bf16.bf16_optimizer_states", True, f"{kind.name} keeps states in 8 bits.", remedy)
     if config.gradient_dtype == "bf16" and config.zero_optimization.zero_quantized_gradients:
         reason = "gradients are coded from fp32, and bf16_master_weights_and_grads keeps them in bf16."
         remedy = 'Set data_types.grad_accum_dtype to "fp32", or remove the key.'
