@@ -31,6 +31,7 @@ class Hangs:
     show_slow: Callable[[int, int], None]  # a rank and its slowness in thousandths, for rank 0
     progress: dict[int, RankProgress] = field(default_factory=dict)  # of the ranks that have told, the last
     _seen: dict[int, tuple[float, Seen]] = field(default_factory=dict)
+    _ended: dict[int, float] = field(default_factory=dict)  # when it was first known
     _stacks: dict[int, str] = field(default_factory=dict)
     _verdict: Hang | None = None
     _pace: Pace = field(init=False)
@@ -76,7 +77,10 @@ class Hangs:
             return False
         self._next = now + _JUDGE_SECONDS
         standing = self._standing(ends, now)
-        ended = {rank: Ended(rank, end.returncode, end.batches, self._last(rank)) for rank, end in ends.items()}
+        ended = {}
+        for rank, end in ends.items():
+            ago_s = now - self._ended.setdefault(rank, now)
+            ended[rank] = Ended(rank, end.returncode, end.batches, self._last(rank), ago_s)
         verdict = judge(standing, ended, self.world_size)
         before, self._verdict = self._verdict, verdict
         if verdict is None:

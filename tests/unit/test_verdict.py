@@ -88,6 +88,15 @@ def test_stopped_and_ended_and_without_data() -> None:
     assert "give all ranks the same number of batches" in found.text
 
 
+@pytest.mark.parametrize(
+    ("batches", "ago_s", "seen"), [(20, 1.0, False), (20, 3.0, True), (22, 3.0, False), (22, 31.0, True), (18, 1.0, False)]
+)
+def test_a_rank_that_has_just_ended_may_have_done_its_part(batches: int, ago_s: float, seen: bool) -> None:
+    """After a long save all go on at once. Who is ahead has ended before this one has come to a core."""
+    found = verdict(waits(0, wait_s=66), ended=(Ended(1, 0, batches, ago_s=ago_s),), world=2)
+    assert (found is not None) == seen
+
+
 def test_a_wait_for_a_disk_is_no_wait_for_ranks() -> None:
     found = verdict(waits(0), waits(1, "reading states", span=NOBODY), world=2)
     assert found is not None and (found.cause, found.guilty) == ("busy", (1,))

@@ -12,6 +12,7 @@ while, in which the rank may come.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _FIRST_STEPS = 2
 _MOST_FOLLOWED = 16  # of those who wait: each way takes as long as the collective has ranks
 _END_AFTER_S = 600.0  # that a rank may compute while others wait, unless "hang_timeout_s" is given
 _END_AFTER = 2  # times "hang_timeout_s"
+_COMES_S = 2.0  # in which a rank whose collective is over has a core, and goes on
 
 _WORDS = {
     Phase.START: "at its start",
@@ -77,12 +79,16 @@ class Standing:
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank whose process has ended. If it had a board: micro-batches that it has seen, and what it told last."""
+    """A rank whose process has ended. If it had a board: micro-batches that it has seen, and what it told last.
+
+    ``ago_s``: for how long that has been known.
+    """
 
     rank: int
     returncode: int
     batches: int | None
     sight: Sight | None = None
+    ago_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -142,7 +148,7 @@ def _follow(first: Standing, standing: Mapping[int, Standing], ended: Mapping[in
     while True:
         one = trail[-1]
         missing = [rank for rank in one.sight.ranks(world_size) if rank != one.rank and not _is_in(one, standing.get(rank))]
-        gone = [ended[rank] for rank in missing if rank in ended]
+        gone = [ended[rank] for rank in missing if rank in ended and not _just_left(one, ended[rank])]
         if gone:
             return _ended(one, gone)
         if any(rank not in standing for rank in missing):  # it moves
@@ -164,6 +170,15 @@ def _is_in(one: Standing, other: Standing | None) -> bool:
         return False
     ahead = (other.sight.number - one.sight.number) % NUMBERS
     return other.sight.label == one.sight.label and ahead < NUMBERS // 2
+
+
+def _just_left(one: Standing, other: Ended) -> bool:
+    """True if ``other`` may have done its part, and ``one`` has not come to a core since, as where all waited for long.
+
+    If ``other`` has seen more micro-batches it most likely has.
+    """
+    ahead = other.batches is not None and other.batches > one.sight.batches
+    return other.ago_s <= (one.limit_s if ahead else _COMES_S)
 
 
 def _waited(one: Standing) -> float:
