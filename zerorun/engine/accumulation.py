@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -313,12 +314,14 @@ def counted_ranks(config: Config, topology: Topology) -> int:
 
 def zero_grad_beside(accumulation: Accumulation) -> Callable[..., None]:
     """Return what ``optimizer.zero_grad`` is: the optimizer has no gradients between steps, so it drops none."""
+    seen = weakref.ref(accumulation)  # scripts may keep the optimizer longer than the engine
 
     def zero_grad(set_to_none: bool = True) -> None:
-        if accumulation.backwards:
+        backwards = found.backwards if (found := seen()) is not None else 0
+        if backwards:
             warn_once(
                 "optimizer.zero_grad() has no effect: the gradients of "
-                f"{counted(accumulation.backwards, 'backward')} since the last update are kept, and the next one adds them "
+                f"{counted(backwards, 'backward')} since the last update are kept, and the next one adds them "
                 "up. Remedy: remove the call, or call engine.zero_grad() if they are to be dropped."
             )
 
