@@ -17,6 +17,7 @@ from math import prod
 from typing import Any
 
 from zerorun.config.batch import resolve_batch
+from zerorun.config.degrees import degrees_for_experts, divisors
 from zerorun.config.fields import ConfigNote, EffectiveValue
 from zerorun.config.params import CheckedParams, find_kind
 from zerorun.config.reader import AUTO, ConfigReader
@@ -172,10 +173,6 @@ def _shard_values(config: Config, raw: dict[str, Any]) -> dict[str, Any]:
     if zero.mics_shard_size > 1 and zero.stage == 3:
         values |= {_ZERO + "hybrid_shard": True, _ZERO + "shard_degree": zero.mics_shard_size}
     return values
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _any(sizes: Sequence[int]) -> str:
@@ -368,7 +365,7 @@ class _Resolution:
             return
         ranks *= context  # which have states of their own
         if degree is not None and ranks % degree:
-            reason, remedy = f"must divide the {ranks} data-parallel ranks.", f"Use one of {_any(_divisors(ranks))}."
+            reason, remedy = f"must divide the {ranks} data-parallel ranks.", f"Use one of {_any(divisors(ranks))}."
             self.problems.append(ConfigProblem(_ZERO + "shard_degree", degree, reason, remedy))
             return
         if degree is not None and not self.config.zero_optimization.hybrid_shard and degree < ranks:
@@ -380,14 +377,14 @@ class _Resolution:
         zero = self.config.zero_optimization
         if zero.stage == 3 and shard > 1 and shard % zero.zero_hpz_partition_size:
             reason = f"must divide the {shard} ranks that divide the states."
-            remedy = f"Set it to the number of these ranks on a node, one of {_any(_divisors(shard))}."
+            remedy = f"Set it to the number of these ranks on a node, one of {_any(divisors(shard))}."
             yield ConfigProblem(_ZERO + "zero_hpz_partition_size", zero.zero_hpz_partition_size, reason, remedy)
 
     def _experts(self, data: int, shard: int) -> Iterator[ConfigProblem]:
-        """As zerorun/distributed/topology.py has them: groups fill the ranks, and cut the shard axis evenly or fill it."""
-        expert, tensor = self.config.expert_parallel.size, self.config.tensor_parallel.size
-        places = [size for size in _divisors(data) if shard % size == 0 or size % shard == 0]
-        fitting = sorted({1, *(tensor * size for size in places)})
+        expert, fitting = (
+            self.config.expert_parallel.size,
+            degrees_for_experts(data, shard, self.config.tensor_parallel.size),
+        )
         if expert not in fitting and data > 1:  # one rank is what a file is checked for where nobody says how many
             reason = f"groups of that many do not fit the {data} data-parallel ranks, {shard} of which divide the states."
             remedy = f"Use one of {_any(fitting)}."

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, cast
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from ..config.degrees import degrees_for_experts, divisors
 from ..config.parse import load_config
 from ..errors import ConfigError, TopologyError
 from ..log import warn_once
@@ -389,8 +390,7 @@ def _check_expert(expert: int, data: int, shard: int, tensor: int) -> None:
     """Raise TopologyError unless groups of ``expert`` ranks fill the stage, and cut the shard axis evenly or fill it."""
     if expert == 1:
         return
-    fitting = [tensor * places for places in divisors(data) if shard % places == 0 or places % shard == 0]
-    fitting = sorted({1, *fitting})
+    fitting = degrees_for_experts(data, shard, tensor)
     if expert not in fitting:
         over = f" x {tensor} tensor ranks" if tensor > 1 else ""
         raise TopologyError(
@@ -417,11 +417,6 @@ def _check_hosts(tensor: int, ranks_per_host: int, world_size: int) -> None:
         f"tensor degree {tensor} splits unevenly over hosts of {ranks_per_host} ranks: the group of ranks {cut} to "
         f"{cut + tensor - 1} would lie on more than one. {remedy}, or start a multiple of {tensor} ranks on each host."
     )
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors of ``number``, ascending."""
-    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
 
 
 def _any(numbers: Sequence[int]) -> str:

@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import nn
 
+from ..config.degrees import divisors
 from ..config.parse import Config
 from ..distributed.block_codes import BLOCK
 from ..distributed.device import CPU
@@ -21,7 +22,7 @@ from ..distributed.layout import ALIGNMENT, PAGED, Layout, aligned_bytes, build_
 from ..distributed.replication import ALONE, Family, Replication
 from ..distributed.secondary import Secondary
 from ..distributed.tensor_shard import TensorShard, shards_of
-from ..distributed.topology import Topology, divisors
+from ..distributed.topology import Topology
 from ..distributed.transports import reads_parts, reads_peers
 from ..errors import TopologyError
 from ..log import info_once

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ..config.degrees import degrees_for_experts, divisors
 from ..errors import DoesNotFitError
 from .calibration import Calibration, calibration_of
 from .candidate import GATHERS, REDUCTIONS, KernelGeneration, RunCandidate
@@ -147,13 +148,13 @@ def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCand
     """Yield all degrees, stages and micro-batches that divide what they have to divide."""
     batch, gpus = goal.batch_on(cluster.gpus), cluster.gpus
     inside = cluster.per_node
-    for tensor in _divisors(inside):
+    for tensor in divisors(inside):
         if gpus % tensor or not _divides(shape, tensor):
             continue
-        for pipe in _divisors(gpus // tensor):
+        for pipe in divisors(gpus // tensor):
             if pipe > shape.layers:
                 break
-            for context in _divisors(inside // tensor) if goal.sequence >= _LONG else (1,):
+            for context in divisors(inside // tensor) if goal.sequence >= _LONG else (1,):
                 data = gpus // (tensor * pipe * context)
                 if gpus % (tensor * pipe * context) or shape.heads % (tensor * context) or batch % data:
                     continue
@@ -212,23 +213,15 @@ def _experts(shape: ModelShape, candidate: RunCandidate) -> Iterator[RunCandidat
 
 
 def expert_degrees(experts: int, candidate: RunCandidate) -> list[int]:
-    """Return the numbers of ranks over which ``experts`` of a block can be spread: see distributed/topology.py.
-
-    They are whole tensor groups, and cut the ranks that divide the states evenly, or fill these groups.
-    """
-    c = candidate
-    found = [c.tensor * places for places in _divisors(c.replicas) if not (c.divided % places and places % c.divided)]
-    return sorted({1, *(degree for degree in found if experts % degree == 0)})
+    """Return the numbers of ranks over which ``experts`` of a block can be spread."""
+    fitting_ranks = degrees_for_experts(candidate.replicas, candidate.divided, candidate.tensor)
+    return [degree for degree in fitting_ranks if experts % degree == 0]
 
 
 def _chunks(shape: ModelShape, pipe: int, micro_batches: int) -> list[int]:
     if pipe == 1 or micro_batches % pipe:
         return [1]
     return [v for v in _CHUNKS if v == 1 or shape.layers >= pipe * v]
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def least_gpus(shape: ModelShape, cluster: Cluster, goal: Goal) -> int | None:
