@@ -11,8 +11,8 @@ def divisors(number: int) -> list[int]:
 def degrees_for_experts(data: int, shard: int, tensor: int) -> list[int]:
     """Return the numbers of ranks over which experts can be spread, ascending.
 
-    They are whole groups of ``tensor`` ranks, fill the ``data`` ranks of a stage, and cut the ``shard`` of these that divide
-    the states evenly, or fill such groups.
+    They are whole groups of ``tensor`` ranks, fill the ``data`` ranks of a stage, and cut the ``shard`` of these that
+    divide the states evenly, or fill such groups.
     """
     fitting = [places for places in divisors(data) if shard % places == 0 or places % shard == 0]
     return sorted({1, *(tensor * places for places in fitting)})
