@@ -12,6 +12,7 @@ import io
 import json
 import sys
 import tempfile
+import weakref
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
@@ -129,6 +130,18 @@ def kernels() -> list[float]:
     return losses
 
 
+def optimizer_kept() -> list[Any]:
+    """What an optimizer does for a script that keeps it: without its engine, too."""
+    engine, optimizer, *_ = deepspeed.initialize(model=llama(), config=configuration(3))
+    optimizer.offload_states()
+    optimizer.reload_states()
+    seen = weakref.ref(engine)
+    engine.destroy()
+    del engine
+    gc.collect()
+    return [seen() is None, attempt(optimizer.offload_states)]
+
+
 def accelerated() -> list[float]:
     """The same losses by accelerate, with the route of zerorun.integrations."""
     accelerator = Accelerator(deepspeed_plugin=plugin({"zero_optimization": {"stage": 2}, "gradient_clipping": 1.0}))
@@ -159,7 +172,7 @@ def logged(folder: str) -> list[list[str]]:
 
 def main() -> None:
     deepspeed.init_distributed("gloo")
-    found: dict[str, Any] = {"ranks": ranks(), "two": two_configurations()}
+    found: dict[str, Any] = {"ranks": ranks(), "two": two_configurations(), "kept": optimizer_kept()}
     found |= {"parameters": parameters(), "ignored": ignored(), "kernels": kernels(), "accelerated": accelerated()}
     with tempfile.TemporaryDirectory() as folder:
         found["logged"] = logged(folder)

@@ -45,6 +45,11 @@ def test_optimizers_and_schedules_of_their_names(found: dict[str, Any]) -> None:
     assert found["kernels"] == pytest.approx(found["accelerated"], abs=1e-6)
 
 
+def test_an_optimizer_that_is_kept_keeps_no_engine(found: dict[str, Any]) -> None:
+    gone, text = found["kept"]
+    assert gone and text.startswith("StepError the engine of this optimizer is gone")
+
+
 def test_callback_of_trainer(found: dict[str, Any]) -> None:
     assert len(found["logged"]) == 2 and all("skipped_steps" in entry for entry in found["logged"])
 

@@ -17,7 +17,7 @@ from ..config.parse import Config, data_parallel_degree, load_config, resolve
 from ..distributed.transport import process_group
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as make_engine
-from ..errors import ConfigError, ConfigProblem, TopologyError
+from ..errors import ConfigError, ConfigProblem, StepError, TopologyError
 from ..log import is_rank_zero, script_logger
 from ..startup.inputs import config_of
 from .leniency import as_deepspeed_reads
@@ -70,9 +70,22 @@ def initialize(
     show_placeholders(engine)
     show_gradients(engine)
     if engine.sharded is not None:
-        engine.sharded.give_methods(offload_states=engine.offload_states, reload_states=engine.reload_states)
+        ways = {name: _while_it_lives(getattr(engine, name)) for name in ("offload_states", "reload_states")}
+        engine.sharded.give_methods(**ways)
     _engines.append(weakref.ref(engine))
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _while_it_lives(method: Callable[..., None]) -> Callable[..., None]:
+    """Return ``method`` of an engine without keeping the engine alive: scripts may keep the optimizer longer."""
+    found = weakref.WeakMethod(method)
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        if (alive := found()) is None:
+            raise StepError("the engine of this optimizer is gone, and with it the states on the device.")
+        alive(*args, **kwargs)
+
+    return call
 
 
 def newest_engine() -> Engine | None:
