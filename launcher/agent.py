@@ -47,7 +47,7 @@ from .escapes import plain
 from .facts import bound_socket, describe_host, probe
 from .job_plan import WorkerCommand, python_folder_first
 from .line import UNHEARD_OF, Line, Message, encode
-from .loop import dispatch
+from .loop import Turns, dispatch
 from .node import LocalNode, make_log_dir
 
 PING_SECONDS = 1.0
@@ -87,7 +87,7 @@ class Agent:
         self._selector.register(line.reader, selectors.EVENT_READ, self._read)
         self._node: LocalNode | None = None
         self._holder: socket.socket | None = None
-        self._heard = time.monotonic()
+        self._heard, self._turns = time.monotonic(), Turns()
         self._status: int | None = None  # the exit status, once it is known
         self._paused = False
         self._grace = 5.0
@@ -107,6 +107,7 @@ class Agent:
             dispatch(self._selector, HURRY_SECONDS if self._line.waiting else patience)
             self._line.flush()
             now = time.monotonic()
+            self._heard = min(now, self._heard + self._turns.held_up_s(now))
             if not self._lost and (self._line.ended or now - self._heard > SILENT_SECONDS):
                 self._lose()
             if node is not None:

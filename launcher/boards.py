@@ -22,6 +22,7 @@ from zerorun.watch.board import (
     Sight,
     SizeNote,
     ask_trace,
+    make_files,
     read,
     read_progress,
     read_times,
@@ -29,6 +30,8 @@ from zerorun.watch.board import (
 )
 from zerorun.watch.pace import Window
 from zerorun.watch.verdict import Standing
+
+from .loop import Turns
 
 _QUIET_S = 2.0  # after which a worker that has not moved is reported
 _MOST_STACKS = 1 << 16  # bytes
@@ -106,14 +109,13 @@ class Boards:
 
     def __init__(self) -> None:
         self._pages: dict[int, _Page] = {}
+        self._turns = Turns()
         self.trouble: str | None = None  # why there are none
 
     def make(self, rank: int) -> tuple[tuple[int, ...], dict[str, str]]:
         """Return (the open files that the worker inherits, the variable that tells it so)."""
         try:
-            page = os.memfd_create(FILE_NAME, 0)
-            stacks = os.memfd_create(STACKS_NAME, 0)
-            os.ftruncate(page, PAGE)
+            page, stacks = make_files()
             memory = mmap.mmap(page, PAGE)
         except (OSError, AttributeError, ValueError) as error:
             self.trouble = f"a run that hangs will not be explained: no memory can be shared with the workers ({error})"
@@ -149,7 +151,9 @@ class Boards:
     def look(self, now: float) -> list[tuple[int, Seen | None]]:
         """Return the workers of which there is something new; with None, those that move again."""
         found: list[tuple[int, Seen | None]] = []
+        held_up = self._turns.held_up_s(now)  # the workers most likely were, too
         for page in self._pages.values():
+            page.moved_at += held_up
             sight = read(page.page)
             if sight is None:
                 continue
@@ -212,7 +216,6 @@ class Boards:
         if page is None or sight is None or not sight.gives_stacks:
             return
         os.ftruncate(page.stacks, 0)
-        os.lseek(page.stacks, 0, os.SEEK_SET)
         with contextlib.suppress(OSError):
             if os.getsid(sight.pid) == page.session:  # the worker, or a process that it has become
                 os.kill(sight.pid, STACK_SIGNAL)

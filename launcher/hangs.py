@@ -13,6 +13,7 @@ from zerorun.watch.verdict import Ended, Hang, Standing, is_late, judge
 
 from .boards import Seen, training_first
 from .failures import RULE, WorkerEnd
+from .loop import Turns
 
 HANG_STATUS = 124  # as of timeout(1)
 _MOST_STACKS = 4
@@ -29,6 +30,7 @@ class Hangs:
     say: Callable[[str], None]
     ask_stacks: Callable[[int], None]
     show_slow: Callable[[int, int], None]  # a rank and its slowness in thousandths, for rank 0
+    exits_known: bool = True  # with which codes ranks have ended
     progress: dict[int, RankProgress] = field(default_factory=dict)  # of the ranks that have told, the last
     _seen: dict[int, tuple[float, Seen]] = field(default_factory=dict)
     _ended: dict[int, float] = field(default_factory=dict)  # when it was first known
@@ -37,6 +39,7 @@ class Hangs:
     _pace: Pace = field(init=False)
     _asked: float = 0.0
     _next: float = 0.0  # when to judge again
+    _turns: Turns = field(default_factory=Turns)
 
     def __post_init__(self) -> None:
         self._pace = Pace(self.world_size)
@@ -73,14 +76,16 @@ class Hangs:
 
     def must_end(self, ends: Mapping[int, WorkerEnd], now: float) -> bool:
         """Tell the user once of each hang that begins. True if the job must end because of it."""
-        if not self._seen or now < self._next:
+        self._leave_out(self._turns.held_up_s(now))
+        if (not self._seen and self._verdict is None) or now < self._next:
             return False
         self._next = now + _JUDGE_SECONDS
         standing = self._standing(ends, now)
         ended = {}
         for rank, end in ends.items():
             ago_s = now - self._ended.setdefault(rank, now)
-            ended[rank] = Ended(rank, end.returncode, end.batches, self._last(rank), ago_s)
+            code = end.returncode if self.exits_known else None
+            ended[rank] = Ended(rank, code, end.batches, self._last(rank), ago_s)
         verdict = judge(standing, ended, self.world_size)
         before, self._verdict = self._verdict, verdict
         if verdict is None:
@@ -96,6 +101,12 @@ class Hangs:
             return False
         waiting = [rank for rank in self._shown(verdict) if rank not in self._stacks and rank not in ended]
         return not waiting or now - self._asked > _ANSWER_SECONDS
+
+    def _leave_out(self, seconds: float) -> None:
+        """The last ``seconds`` have passed for nobody."""
+        if seconds:
+            self._seen = {rank: (at + seconds, seen) for rank, (at, seen) in self._seen.items()}
+            self._ended = {rank: at + seconds for rank, at in self._ended.items()}
 
     def some_wait_too_long(self) -> bool:
         """True if a rank waits for others beyond its limit."""

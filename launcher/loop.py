@@ -8,8 +8,21 @@ import selectors
 import signal
 from collections.abc import Iterator
 
+_LONGEST_TURN_S = 2.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Turns:
+    """Tells whoever measures silence for how long this process did not run, as while the whole job was frozen."""
+
+    def __init__(self) -> None:
+        self._last: float | None = None
+
+    def held_up_s(self, now: float) -> float:
+        """Return by how much more time has passed since the last call than a turn of the loop takes."""
+        last, self._last = self._last, now
+        return 0.0 if last is None else max(0.0, now - last - _LONGEST_TURN_S)
 
 
 def dispatch(selector: selectors.BaseSelector, timeout: float) -> None:

@@ -24,7 +24,7 @@ from .escapes import Cleaner, plain
 from .facts import describe_host
 from .job_plan import WorkerCommand
 from .line import UNHEARD_OF, Line, Message, decode
-from .loop import PASSED_SIGNALS, STOP_SIGNALS
+from .loop import PASSED_SIGNALS, STOP_SIGNALS, Turns
 from .node import STREAMS, Listener, LocalNode, own_child
 
 _MOST_LINES = 20
@@ -124,6 +124,7 @@ class RemoteNode:
         self._paused = False
         self.clock = HostClock()
         self._heard = self._pinged = time.monotonic()
+        self._turns = Turns()
         self._ranks: frozenset[int] = frozenset()  # of its workers
         self._cleaners: dict[tuple[int, str], Cleaner] = {}  # of their streams
         self._process: subprocess.Popen[bytes] | None = None
@@ -250,6 +251,7 @@ class RemoteNode:
 
     def tick(self, now: float) -> None:
         """Keep the line alive, and lose the node when the other end is silent or gone."""
+        self._heard = min(now, self._heard + self._turns.held_up_s(now))
         if self.line is None or self.lost is not None:
             return
         self.line.flush()

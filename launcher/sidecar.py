@@ -38,7 +38,8 @@ from .node import Listener
 
 _LOOK_SECONDS = 0.5
 _STACK_SECONDS = 0.5  # for a rank to write its stacks
-_START_SECONDS = 600.0  # for the other ranks of this host to make their boards, where their number is not known
+_START_SECONDS = 60.0  # in which most ranks make their boards
+_LATE_SECONDS = 5.0  # between two looks for those that come later
 _OTHERS_SECONDS = 1.0  # for whoever has started the guilty to see that it was the first to end
 
 
@@ -51,12 +52,14 @@ class AdoptedRanks:
         self._processes: dict[int, int] = {}  # rank -> process
         self._ended: set[int] = set()
         self._stacks: dict[int, float] = {}  # rank -> when its stacks will be there
-        self._begun = self._next = time.monotonic()
+        self._begun = self._next = self._next_search = time.monotonic()
 
     @property
     def busy(self) -> bool:
-        """True while a rank is left."""
-        return len(self._ended) < len(self._processes) or (not self._processes and time.monotonic() < self._begun + 60.0)
+        """True while a rank is left, or the first one may still come."""
+        if not self._processes:
+            return time.monotonic() < self._begun + _START_SECONDS
+        return len(self._ended) < len(self._processes)
 
     def patience(self) -> float:
         """How long the loop may sleep, in seconds."""
@@ -84,8 +87,9 @@ class AdoptedRanks:
 
     def _find(self, now: float) -> None:
         """Adopt the boards of ranks that have made them."""
-        if len(self._processes) == self._count or now > self._begun + _START_SECONDS:
+        if len(self._processes) == self._count or now < self._next_search:
             return
+        self._next_search = now + (_LATE_SECONDS if now > self._begun + _START_SECONDS else 0.0)
         for process in sorted(int(entry) for entry in os.listdir("/proc") if entry.isdecimal()):
             if process not in self._processes.values() and job_of(variables(process)) == self._job:
                 with contextlib.suppress(OSError, ValueError):
@@ -206,7 +210,7 @@ class Sidecar:
         self._secret, self._told_cause, self._told_unseen = secret, False, False
         self._several, self._world_size = listener is not None, world_size
         self._selector = selectors.DefaultSelector()
-        self.hangs = Hangs(world_size, self._host_of, _say, self._ask_stacks, self._show_slow)
+        self.hangs = Hangs(world_size, self._host_of, _say, self._ask_stacks, self._show_slow, exits_known=False)
         own = _Host(socket.gethostname(), self)
         own.node = self._own = AdoptedRanks(job, _count_here(os.environ), own)
         self._guests: list[_Host] = []

@@ -31,6 +31,9 @@ def gpt():
     pairs = [tuple(torch.randint(256, (2, 32), generator=generator) for _ in range(2)) for _ in range(12)]
     return GPT(2, 32, 4, 32), pairs, lambda model, batch: next_byte_loss(model(batch[0]), batch[1])
 
+def breaks():
+    return {{}}["weights"]
+
 def apart():
     model, pairs, loss = gpt()
     return model, pairs, lambda model, batch: loss(model, batch) * (1 + 0.001 * dist.get_rank())
@@ -85,7 +88,15 @@ def test_fewer_blocks_are_said(tmp_path: Path) -> None:
     assert "equal, with 1 blocks (2 left out)" in out
 
 
-def test_what_cannot_be_verified_is_refused(tmp_path: Path) -> None:
-    status, _, err, _ = command(tmp_path, "TASKS", config(0))
+@pytest.mark.parametrize(
+    ("function", "more", "told"),
+    [
+        ("TASKS", {}, "Remedy"),
+        ("breaks", {}, "the function to be verified raised KeyError: 'weights'"),
+        ("gpt", {"communication_data_type": "bf16"}, "ranks compute with rounded values"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(tmp_path: Path, function: str, more: dict[str, Any], told: str) -> None:
+    status, _, err, _ = command(tmp_path, function, {**config(0), **more})
     assert status == 2
-    assert "Remedy" in err
+    assert told in err

@@ -90,7 +90,7 @@ def test_waits_and_sizes_are_shown() -> None:
         ("all_reduce of the script", ALL, 2, 24),
         ("all_reduce of the script", ALL, 3, 24),
         ("all_gather_into_tensor of the script", ALL, 1, 8),
-        ("all_gather of the script", ALL, 1, 4),
+        ("all_gather of the script", ALL, 1, 12),  # all of it: with NCCL ranks may have parts of different sizes
         ("broadcast of the script", ALL, 1, 24),
         (*own, 24),
     ]

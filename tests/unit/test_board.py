@@ -17,8 +17,22 @@ from pathlib import Path
 import pytest
 from harness import patience
 
-from zerorun.launcher.boards import Boards, Seen
-from zerorun.watch.board import ALL, PAGE, VARIABLE, Board, Phase, Sight, during, read, span_of, stay_off_the_board
+from zerorun.launcher.boards import Boards, Seen, open_board
+from zerorun.watch.board import (
+    ALL,
+    PAGE,
+    VARIABLE,
+    Board,
+    Phase,
+    Sight,
+    Word,
+    during,
+    limit_waits,
+    read,
+    show_board,
+    span_of,
+    stay_off_the_board,
+)
 from zerorun.watch.board import board as own
 
 
@@ -179,9 +193,10 @@ def only_one(boards: Boards, now: float) -> Seen | None:
 def test_a_worker_that_does_not_move_is_reported_once(worker: tuple[Boards, subprocess.Popen[str]]) -> None:
     boards, process = worker
     assert boards.look(101.0) == []
+    assert boards.look(102.5) == []
     seen = only_one(boards, 104.0)
     assert seen is not None and (seen.sight.step, seen.quiet_s, seen.stopped) == (5, 3.0, False)
-    assert boards.look(200.0) == []
+    assert boards.look(200.0) == []  # nobody has looked meanwhile: it may have been frozen with all others
     process.send_signal(signal.SIGSTOP)
     while "T" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2]:
         time.sleep(0.01)
@@ -206,6 +221,70 @@ def test_a_worker_tells_its_stacks_and_its_last_page(worker: tuple[Boards, subpr
     last = boards.take_last(3)
     assert last is not None and last.sight.step == 5
     assert (boards.take_last(3), boards.look(999.0), boards.stacks(3)) == (None, [], "")
+
+
+def test_stacks_are_whole_at_each_look(worker: tuple[Boards, subprocess.Popen[str]]) -> None:
+    """Also of somebody else than the worker's own supervisor, who has the file open for himself, as zerorun --dump has."""
+    _, process = worker
+    for _ in range(2):
+        other = Boards()
+        other.adopt(process.pid, *open_board(process.pid), 100.0)
+        other.ask_stacks(0)
+        deadline = time.monotonic() + 10 * patience()
+        while "in <module>" not in (found := other.stacks(0)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert found.lstrip().startswith(("Current thread", "Thread")) and found.count("in waiting_for_godot") == 1
+        other.close()
+
+
+def test_a_look_leaves_a_process_alone_that_hangs_while_it_ends() -> None:
+    """Python gives the signal back then, and libraries are taken down: those of GPUs may wait for each other."""
+    boards = Boards()
+    files, told = boards.make(0)
+    ends = "import ctypes\nfrom zerorun.watch.board import show_board\nshow_board()\nlibc = ctypes.CDLL(None)\n"
+    ends += "libc.__cxa_atexit(ctypes.cast(libc.pause, ctypes.c_void_p), None, None)\nprint('shown', flush=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", ends],
+        env={**os.environ, **told},
+        pass_fds=files,
+        text=True,
+        stdout=-1,
+        start_new_session=True,
+    )
+    boards.started(0, process.pid, files, 100.0)
+    try:
+        assert process.stdout is not None and process.stdout.readline() == "shown\n"
+        deadline = time.monotonic() + 10 * patience()
+        while "pause" not in Path(f"/proc/{process.pid}/wchan").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        boards.ask_stacks(0)
+        time.sleep(0.2)
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+        boards.close()
+
+
+@pytest.mark.parametrize(("variable", "given", "limit"), [("", None, -1), ("0", None, 0), ("7", 5.0, 7000), ("", 1e-4, 1)])
+def test_limits_of_waits(variable: str, given: float | None, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable counts from the start. An engine whose configuration has no limit leaves what is there."""
+    if variable:
+        monkeypatch.setenv("ZERORUN_HANG_TIMEOUT_S", variable)
+    memory = mmap.mmap(-1, PAGE)
+    before = bytes(own._bytes)
+    own.go_on_at(memory)
+    try:
+        show_board()
+        if variable:
+            assert memoryview(memory).cast("q")[Word.LIMIT] == round(float(variable) * 1e3)
+        for seconds in (given, None):
+            limit_waits(seconds)
+            assert memoryview(memory).cast("q")[Word.LIMIT] == limit
+    finally:
+        own.go_on_at(bytearray(before))
 
 
 @pytest.mark.parametrize("told", ["", "1", "0,1", "77,78", "x,y"])

@@ -40,6 +40,7 @@ from zerorun.launcher.job_plan import (
     split_cores,
 )
 from zerorun.launcher.line import Line, decode, encode
+from zerorun.launcher.loop import Turns
 from zerorun.launcher.options import build_parser, parse_args
 from zerorun.launcher.remote import RemoteNode
 from zerorun.launcher.sbatch import batch_script
@@ -308,6 +309,23 @@ def test_a_host_that_cannot_do_what_it_is_told_says_why(tmp_path: Path) -> None:
     assert answer["is"] == "trouble"
     assert f"cannot change to {job['cwd']!r}: No such file or directory. Remedy: " in answer["text"]
     host._line.close()
+    theirs.close()
+
+
+def test_what_has_frozen_with_this_process_is_not_silent() -> None:
+    """As while a whole job is stopped, and goes on. Turns that all take long are turns, too."""
+    turns = Turns()
+    assert [turns.held_up_s(now) for now in (5.0, 6.0, 8.0, 3600.0, 3603.0)] == [0.0, 0.0, 0.0, 3590.0, 1.0]
+    ours, theirs = socket.socketpair()
+    node = RemoteNode("a", selectors.DefaultSelector(), None, lambda _: None)  # type: ignore[arg-type]
+    node.attach(Line(ours.detach()))
+    node.facts, begun = {"hostname": "a"}, time.monotonic()
+    for later in (0.0, 1.0, 3600.0, 3604.0):
+        node.tick(begun + later)
+        assert node.lost is None
+    node.tick(begun + 3606.0)
+    node.tick(begun + 3607.5)
+    assert node.lost is not None and "nothing was heard from it for 6 s" in node.lost
     theirs.close()
 
 

@@ -70,12 +70,33 @@ def test_a_rank_that_comes_after_all() -> None:
     assert not told.later(1.0) and len(told.said) == 2
 
 
+def test_all_ranks_go_on() -> None:
+    """That is told at once, and not when one of them stands still again."""
+    told = Told(limit_s=None)
+    told.later(40.0)
+    for rank in range(2):
+        told.hangs.on_seen(rank, None)
+    told.later(1.0)
+    assert told.said[1:] == ["[zerorun] the job goes on"]
+
+
+def test_a_job_that_was_frozen_does_not_hang() -> None:
+    """Nothing has looked for an hour, so nobody knows who would have moved."""
+    told = Told(limit_s=None)
+    assert not told.later(1.0) and not told.said
+    assert not told.later(3600.0) and not told.said
+    for _ in range(20):
+        told.later(2.0)
+    assert "does not move" in told.said[0]
+
+
 def test_an_ended_rank_is_known_with_its_batches() -> None:
     told = Told()
     assert (told.hangs.batches(1), told.hangs.batches(7)) == (20, None)
     ends = {1: WorkerEnd(1, 0, 3.0, (), asked_to_stop=False, batches=told.hangs.batches(1))}
     assert not told.later(2.0, ends) and not told.said, "the other may not have had a core since"
-    told.later(2.5, ends)
+    told.later(1.5, ends)
+    told.later(1.5, ends)
     assert "rank 1 has ended with exit code 0 after 20 micro-batches" in told.said[0]
     assert told.later(1.0, ends)
 

@@ -88,6 +88,13 @@ def test_stopped_and_ended_and_without_data() -> None:
     assert "give all ranks the same number of batches" in found.text
 
 
+@pytest.mark.parametrize(("phase", "remedy"), [(Phase.LEFT, "the same number"), (Phase.FORWARD, "look at its own error")])
+def test_how_a_rank_has_ended_may_not_be_known(phase: Phase, remedy: str) -> None:
+    """As under srun and torchrun, which have started it. That it left its script, its board tells."""
+    found = verdict(waits(0), ended=(Ended(1, None, 20, rank(1, phase=phase).sight),), world=2)
+    assert found is not None and "rank 1 has ended after 20 micro-batches" in found.text and remedy in found.text
+
+
 @pytest.mark.parametrize(
     ("batches", "ago_s", "seen"), [(20, 1.0, False), (20, 3.0, True), (22, 3.0, False), (22, 31.0, True), (18, 1.0, False)]
 )
@@ -125,6 +132,39 @@ def test_all_are_there_and_it_does_not_end() -> None:
     assert found is not None and (found.cause, found.guilty, found.certain) == ("link", (0, 1), True)
     assert "the link between node0 and node1 lets nothing through" in found.text
     assert verdict(*(waits(number, longest_s=0.0, wait_s=500) for number in range(4))) is None  # the first of its kind
+
+
+def test_the_last_one_may_just_have_come() -> None:
+    """The collective has only begun with it, however long the others have waited."""
+    assert verdict(waits(0), waits(1), waits(2, wait_s=2.5), world=3) is None
+    assert verdict(waits(0, number=6), waits(1, number=7, wait_s=2.5), world=2) is None  # nor has rank 0 had a core since
+
+
+def test_groups_of_the_script_that_have_one_label() -> None:
+    """Rank 1 is not in the collective of ranks 0 and 1: it waits for rank 2 in another one, which is ahead in numbers."""
+    first = waits(0, "all_reduce of the script", span=(0, 1, 2), number=7)
+    second = waits(1, "all_reduce of the script", span=(1, 1, 2), number=9)
+    found = verdict(first, second, rank(2), world=3)
+    assert found is not None and (found.cause, found.guilty, found.certain, found.asked_for) == ("busy", (2,), False, True)
+
+
+def test_messages_of_one_collective_have_other_ranks() -> None:
+    ring = [waits(number, span=only((number + 1) % 3), number=4) for number in range(3)]
+    assert cause(*ring, world=3) == ("link", (0, 1), True)
+
+
+def test_ranks_that_wait_for_messages_of_each_other() -> None:
+    """One was sent and is lost, or was never sent: no board tells."""
+    first = waits(0, "pipeline: gradients from stage 1", span=only(1), host="a", phase=Phase.PIPELINE)
+    second = waits(1, "pipeline: activations from stage 0", span=only(0), host="b", phase=Phase.PIPELINE)
+    found = verdict(first, second, world=2)
+    assert found is not None and (found.cause, found.guilty, found.certain) == ("messages", (0, 1), True)
+    assert "rank 1 on b is in train_batch() or eval_batch(), at 'pipeline: activations from stage 0'" in found.text
+    assert "the link between a and b lets nothing through, or they make their calls in different orders" in found.text
+
+
+def test_time_in_which_nobody_looked_is_no_wait() -> None:
+    assert verdict(waits(0, quiet_s=20), rank(1), world=2) is None
 
 
 def test_who_is_further_with_a_label_has_been_there() -> None:

@@ -24,9 +24,10 @@ import torch.distributed as dist
 from ..watch.board import ALL, NOBODY, NUMBERS, OF_SCRIPT, Span, board, span_of
 from .waits import waiting
 
-# By which argument a call gets the tensor that has as many bytes on all ranks; None: there is none.
+# By which argument a call gets what has as many bytes on all ranks, a tensor or a list of them; None: there is none.
 _SIZED = {
-    **dict.fromkeys(("all_reduce", "broadcast", "reduce", "all_gather", "gather", "scatter"), "tensor"),
+    **dict.fromkeys(("all_reduce", "broadcast", "reduce", "gather", "scatter"), "tensor"),
+    "all_gather": "tensor_list",  # the tensors in it may differ
     "all_gather_into_tensor": "input_tensor",
     "reduce_scatter": "output",
     "reduce_scatter_tensor": "input",
@@ -57,12 +58,12 @@ def _shown(function: Callable[..., Any], label: str, sized: str | None) -> Calla
             at = places.get(name or "", len(args))
             return args[at] if at < len(args) else kwargs.get(name or "")
 
-        span, tensor = _span(given("group")), given(sized)
+        span, nbytes = _span(given("group")), _bytes_of(given(sized))
         if span == NOBODY:
             return function(*args, **kwargs)
         number = _numbers[label, span] = (_numbers[label, span] + 1) % NUMBERS
-        if isinstance(tensor, torch.Tensor):
-            board.note_size(label, span, number, tensor.numel() * tensor.element_size())
+        if nbytes is not None:
+            board.note_size(label, span, number, nbytes)
         if given("async_op"):
             return function(*args, **kwargs)
         with waiting(label, None, span, number):
@@ -70,6 +71,12 @@ def _shown(function: Callable[..., Any], label: str, sized: str | None) -> Calla
 
     call.shows_calls = True  # type: ignore[attr-defined]
     return call
+
+
+def _bytes_of(given: Any) -> int | None:
+    tensors = given if isinstance(given, list) else [given]
+    known = all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) if known else None
 
 
 def _is_none_of_script() -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, DistributedSampler, default_collate
 
 from ..distributed.device import generators
-from ..errors import ModelError
+from ..errors import ModelError, ZerorunError
 from ..pipeline.pipelined import Pipelined
 from ..plan.units import repeated_blocks
 
@@ -96,9 +96,15 @@ class RunSetting:
 
 
 def make(function: Callable[[], Any], seed: int) -> TrainingTask:
-    """Call the user's function with fresh random numbers. Raises ModelError if it gives something else than a task."""
+    """Call the user's function with fresh random numbers. Raises ModelError if it fails, or gives something else."""
     seed_all(seed)
-    given = function()
+    try:
+        given = function()
+    except ZerorunError:
+        raise
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ModelError(f"the function to be verified raised {told}. Remedy: call it by itself, and mend it.") from error
     if isinstance(given, (tuple, list)) and 2 <= len(given) <= len(_NAMES):
         given = dict(zip(_NAMES, given, strict=False))
     if not isinstance(given, Mapping) or not {"model", "batches"} <= {*given} <= {*_NAMES, *_OPTIONS}:

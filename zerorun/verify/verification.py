@@ -35,7 +35,7 @@ from ..distributed.transport.world import gather_values
 from ..errors import ConfigError, ConfigProblem, ModelError
 from ..pipeline.pipelined import Pipelined
 from ..pipeline.stages import in_one_piece
-from ..plan.make import compute_dtype, planned_topology
+from ..plan.make import compute_dtype, planned_topology, wire_dtype
 from ..plan.units import repeated_blocks
 from ..startup.inputs import take_in
 from . import sharded, unsharded
@@ -291,12 +291,16 @@ _LOSSY = {
 
 
 def refuse_lossy(config: Config) -> None:
-    """Raise ConfigError if ``config`` lets ranks compute with rounded values: nothing could be verified."""
+    """Raise ConfigError if ``config`` lets ranks compute with, or send, rounded values: nothing could be verified."""
     zero = config.zero_optimization
-    wrong = [f"zero_optimization.{key}" for key, stage in _LOSSY.items() if getattr(zero, key) and zero.stage >= stage]
+    found = [key for key, stage in _LOSSY.items() if getattr(zero, key) and zero.stage >= stage]
+    wrong: dict[str, Any] = {f"zero_optimization.{key}": True for key in found}
+    wire, computed = wire_dtype(config), compute_dtype(config) or torch.float32
+    if torch.finfo(wire).eps > torch.finfo(computed).eps:
+        wrong["communication_data_type"] = config.communication_data_type
     if config.fp8.enabled and config.fp8.enable_fsdp_float8_all_gather and zero.stage == 3:
-        wrong.append("fp8.enable_fsdp_float8_all_gather")  # layers read other values, though they make the same of them
+        wrong["fp8.enable_fsdp_float8_all_gather"] = True  # layers read other values, though they make the same of them
     reason = "ranks compute with rounded values then, and one process does not: no value could be compared."
-    remedy = "Set it to false for the verification; what it changes is in docs/configuration.md."
+    remedy = "Leave it out for the verification; what it changes is in docs/configuration.md."
     if wrong:
-        raise ConfigError([ConfigProblem(key, True, reason, remedy) for key in wrong])
+        raise ConfigError([ConfigProblem(key, value, reason, remedy) for key, value in wrong.items()])

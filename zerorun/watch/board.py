@@ -358,7 +358,7 @@ def during(phase: Phase) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def limit_waits(seconds: float | None) -> None:
-    """Have waits of more than ``seconds`` looked into; 0: none, None: as usual. $ZERORUN_HANG_TIMEOUT_S comes first.
+    """Have waits of more than ``seconds`` looked into; 0: none, None: as before. $ZERORUN_HANG_TIMEOUT_S comes first.
 
     Raises ConfigError if that is no such number.
     """
@@ -372,7 +372,8 @@ def limit_waits(seconds: float | None) -> None:
             raise ConfigError.saying(
                 f"{LIMIT_VARIABLE}={given!r} is no number of seconds. Remedy: 0 for no limit, or unset it."
             )
-    board.write(LIMIT=-1 if seconds is None else round(seconds * 1e3))
+    if seconds is not None:
+        board.write(LIMIT=max(round(seconds * 1e3), 1) if seconds else 0)
 
 
 def stay_off_the_board() -> None:
@@ -386,6 +387,8 @@ def stay_off_the_board() -> None:
 def show_board() -> None:
     """Go on at a page that a supervisor of this host reads, if there is one. Called again, do nothing."""
     files = os.environ.pop(VARIABLE, None)  # not for programs that this one starts, which do not have the files
+    with contextlib.suppress(ConfigError):  # initialize() raises it
+        limit_waits(None)
     board.write(RANK=sidecars.rank_in(os.environ), SHOWN=board.shown or monotonic_ns())
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a wrapper of the script may have closed them
         if files is not None:
@@ -395,8 +398,7 @@ def show_board() -> None:
                     os.set_inheritable(file, False)
                 _go_on_at(page, stacks)
         elif not _supervised and sidecars.started_by_another(os.environ) and os.environ.get(LIMIT_VARIABLE) != "0":
-            page, stacks = os.memfd_create(FILE_NAME), os.memfd_create(STACKS_NAME)
-            os.ftruncate(page, PAGE)
+            page, stacks = make_files()
             _go_on_at(page, stacks)
             if sidecars.is_on_one_host(os.environ):
                 sidecars.begin_alone()
@@ -404,8 +406,23 @@ def show_board() -> None:
                 _alone.append(True)
 
 
+def make_files() -> tuple[int, int]:
+    """Make the files of a board: its page, and what stacks are written to. Others may empty that one: each adds at the end.
+
+    Raises OSError or AttributeError where the system has no such files.
+    """
+    import fcntl  # which Windows has not
+
+    page, stacks = os.memfd_create(FILE_NAME, 0), os.memfd_create(STACKS_NAME, 0)
+    os.ftruncate(page, PAGE)
+    fcntl.fcntl(stacks, fcntl.F_SETFL, os.O_APPEND)
+    return page, stacks
+
+
 def _go_on_at(page: int, stacks: int) -> None:
     board.go_on_at(mmap.mmap(page, PAGE))
+    with contextlib.suppress(ValueError):  # on another thread than the main one
+        signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # in force again while Python ends, when libraries may hang
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     board.write(GIVES_STACKS=1)
     _supervised.extend((page, stacks))
@@ -511,6 +528,11 @@ class Sight:
     def waits(self) -> bool:
         """True if it waits for ranks, and not, say, for a disk."""
         return self.wait_s is not None and self.span[2] != 0
+
+    @property
+    def is_message(self) -> bool:
+        """True if it waits for one rank, and not for a group."""
+        return self.span[2] == 1
 
     def ranks(self, world_size: int) -> range:
         """The ranks of the collective that it waits in."""

@@ -81,11 +81,11 @@ class Standing:
 class Ended:
     """A rank whose process has ended. If it had a board: micro-batches that it has seen, and what it told last.
 
-    ``ago_s``: for how long that has been known.
+    ``returncode``: None where only the program knows that has started it. ``ago_s``: for how long the end has been known.
     """
 
     rank: int
-    returncode: int
+    returncode: int | None
     batches: int | None
     sight: Sight | None = None
     ago_s: float = math.inf
@@ -165,9 +165,14 @@ def _follow(first: Standing, standing: Mapping[int, Standing], ended: Mapping[in
 
 
 def _is_in(one: Standing, other: Standing | None) -> bool:
-    """True if ``other`` has come to the collective in which ``one`` is."""
+    """True if ``other`` has come to the collective in which ``one`` is.
+
+    In messages of which a collective consists, each waits for another one.
+    """
     if other is None or not other.waits:
         return False
+    if other.sight.span != one.sight.span and not (one.sight.is_message or other.sight.is_message):
+        return False  # groups of the script have one label
     ahead = (other.sight.number - one.sight.number) % NUMBERS
     return other.sight.label == one.sight.label and ahead < NUMBERS // 2
 
@@ -182,7 +187,8 @@ def _just_left(one: Standing, other: Ended) -> bool:
 
 
 def _waited(one: Standing) -> float:
-    return one.sight.wait_s or 0.0
+    """For how long it has waited. Time in which nobody looked, as while the whole job was frozen, is not quiet time."""
+    return min(one.sight.wait_s or 0.0, one.quiet_s)
 
 
 def _patience(one: Standing) -> float:
@@ -206,11 +212,14 @@ def _ended(one: Standing, gone: Sequence[Ended]) -> Hang:
     first = gone[0]
     others = f" (and {ranks_in_words([other.rank for other in gone[1:]])})" if len(gone) > 1 else ""
     after = "" if first.batches is None else f" after {first.batches} micro-batches"
+    code = "" if first.returncode is None else f" with exit code {first.returncode}"
     text = (
-        f"rank {first.rank}{others} has ended with exit code {first.returncode}{after}; "
+        f"rank {first.rank}{others} has ended{code}{after}; "
         f"{one.name} has been waiting for it for {_waited(one):.0f} s, after {one.sight.batches}, at '{one.sight.label}'. "
     )
-    return Hang("ended", tuple(other.rank for other in gone), text + SAME_NUMBER)
+    broke_off = first.returncode is None and first.sight is not None and first.sight.phase != Phase.LEFT
+    remedy = "Remedy: look at its own error; it did not come to the end of its script." if broke_off else SAME_NUMBER
+    return Hang("ended", tuple(other.rank for other in gone), text + remedy)
 
 
 def _still(still: Sequence[Standing], standing: Mapping[int, Standing], world_size: int) -> Hang | None:
@@ -238,6 +247,8 @@ def _still(still: Sequence[Standing], standing: Mapping[int, Standing], world_si
 def _circle(circle: Sequence[Standing], standing: Mapping[int, Standing]) -> Hang | None:
     if any(_waited(one) <= one.limit_s for one in circle):
         return None
+    if all(one.sight.is_message for one in circle):
+        return _messages(circle)
     places: dict[tuple[str, int], list[Standing]] = defaultdict(list)
     for one in standing.values():
         if one.waits:
@@ -256,6 +267,22 @@ def _circle(circle: Sequence[Standing], standing: Mapping[int, Standing]) -> Han
     return Hang("order", tuple(one.rank for one in groups[0]), text)
 
 
+def _messages(circle: Sequence[Standing]) -> Hang:
+    """Each waits for a message of the next: whether they were sent, no board tells."""
+    told = "; ".join(f"{one.name} is {one.doing}, after {_steps(one)}" for one in circle[:4])
+    text = (
+        f"ranks have been waiting for messages of each other for {min(map(_waited, circle)):.0f} s: {told}. "
+        f"{_way_between(circle)} lets nothing through, or they make their calls in different orders. "
+        "Remedy: try the way with zerorun-report and the same hosts; let all ranks make the same calls in the same order."
+    )
+    return Hang("messages", tuple(sorted(one.rank for one in circle)), text)
+
+
+def _way_between(ranks: Sequence[Standing]) -> str:
+    hosts = dict.fromkeys(one.host for one in ranks if one.host is not None)
+    return f"the link between {' and '.join(list(hosts)[:4])}" if len(hosts) > 1 else "the way between them"
+
+
 def _oddness(group: Sequence[Standing]) -> tuple[int, bool, bool]:
     """The least for the ranks that are where the others are not: few, and in what a rank may do alone by mistake."""
     sight = group[0].sight
@@ -264,15 +291,13 @@ def _oddness(group: Sequence[Standing]) -> tuple[int, bool, bool]:
 
 def _link(one: Standing, standing: Mapping[int, Standing], world_size: int) -> Hang | None:
     slow = _SLOW if not one.sight.longest_s else 1
-    if _waited(one) <= _patience(one) * slow:
-        return None
     others = [standing[rank] for rank in one.sight.ranks(world_size) if rank != one.rank and rank in standing]
     everyone = sorted((one, *others), key=lambda other: other.rank)
-    hosts = dict.fromkeys(other.host for other in everyone if other.host is not None)
-    link = f"the link between {' and '.join(list(hosts)[:4])}" if len(hosts) > 1 else "the way between them"
+    if min(map(_waited, everyone)) <= _patience(one) * slow:  # the last one may just have come
+        return None
     text = (
         f"{ranks_in_words([other.rank for other in everyone])} are all at '{one.sight.label}', {one.name} for "
-        f"{_waited(one):.0f} s, and it does not end: {link} lets nothing through. "
+        f"{_waited(one):.0f} s, and it does not end: {_way_between(everyone)} lets nothing through. "
         "Remedy: try it with zerorun-report and the same hosts."
     )
     return Hang("link", tuple(other.rank for other in everyone), text)
