@@ -8,18 +8,16 @@ from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from ..config.parse import load_config
 from ..errors import ConfigError, ConfigProblem, DoesNotFitError
 from ..log import counted, in_bytes
 from ..pipeline.schedule.schedules import ZERO_BUBBLE
 from .calibration import Calibration, calibration_of
-from .candidate import KernelGeneration, RunCandidate, candidate_config
-from .footprint import footprint
+from .candidate import RunCandidate, candidate_config
 from .hardware import GB, Cluster, cluster_of
 from .links import RankGroup
 from .model_configs import read_shape, shape_of
 from .model_shape import ModelShape
-from .search import Goal, Timed, expert_degrees, least_gpus, search
+from .search import Goal, Timed, least_gpus, search
 from .step_time import RankFamily, StepModel
 
 _NEXT = 5  # configurations that are shown beside the best one
@@ -204,7 +202,8 @@ def named(candidate: RunCandidate) -> str:
     parts += [f"{c.shard} shards" if c.stage and c.shard != c.data * c.context else ""]
     parts += [f"{c.tensor} tensor" if c.tensor > 1 else "", f"{c.context} context" if c.context > 1 else ""]
     parts += [f"experts over {c.expert}" if c.expert > 1 else ""]
-    kind = f" x {c.chunks} chunks" if c.chunks > 1 else " without bubbles" if c.zero_bubble else ""
+    orders = {"1f1b": "", ZERO_BUBBLE: " without bubbles"}
+    kind = f" x {c.chunks} chunks" if c.chunks > 1 else orders.get(c.order, f" in {c.order} order")
     parts += [f"{c.pipe} stages{kind}" if c.pipe > 1 else ""]
     parts += [f"{c.data} replicas", f"micro-batch {c.micro_batch} x {c.accumulation}"]
     parts += [f"{c.checkpointing} checkpointing" if c.checkpointing != "none" else ""]
@@ -219,9 +218,8 @@ def link_bytes(model: StepModel) -> dict[str, float]:
     c, shape = model.candidate, model.shape
     blocks, micro = -(-shape.layers // c.pipe), c.accumulation
     activations = c.tokens * shape.hidden * 2
-    passes = 2 + {"full": 1.0, "every_n": 0.5}.get(c.checkpointing, 0.0)
     tensor, rows = model.group(c.tensor, 1), model.group(c.expert, 1)
-    sent = passes * micro * blocks * activations
+    sent = (2 + c.rerun) * micro * blocks * activations
     found = {
         ("tensor ranks", tensor): 4 * sent * (c.tensor - 1) / c.tensor,
         ("rows to experts", rows): 2 * sent * shape.used_experts / c.tensor * (c.expert - 1) / c.expert,
@@ -342,47 +340,3 @@ def _for_deadline(shape: ModelShape, cluster: Cluster, goal: Goal, calibration: 
         if goal.tokens / best.tokens_per_second <= goal.days * _DAY:
             return gpus
     return None
-
-
-def compared(path: str | Path, plan: RunPlan) -> Timed:
-    """Return the time and the memory of the configuration in the file ``path``, on the cluster of ``plan``.
-
-    Raises ConfigError if it cannot be used on these GPUs.
-    """
-    config = load_config(path)
-    zero, tensor, pipe = config.zero_optimization, config.tensor_parallel.size, config.pipeline.stages
-    context, gpus, expert = config.sequence_parallel_size or 1, plan.cluster.gpus, config.expert_parallel.size
-    if gpus % (tensor * pipe * context):
-        reason = f"does not divide {gpus} GPUs."
-        raise ConfigError([ConfigProblem("degrees", tensor * pipe * context, reason, "change them.")], str(path))
-    data = gpus // (tensor * pipe * context)
-    micro = config.train_micro_batch_size_per_gpu or 1
-    batch = config.train_batch_size or plan.goal.batch_on(gpus)
-    pure = config.bf16.enabled and config.gradient_dtype == "bf16"
-    candidate = RunCandidate(
-        data=data,
-        tensor=tensor,
-        pipe=pipe,
-        chunks=config.pipeline.chunks,
-        zero_bubble=config.pipeline.schedule == ZERO_BUBBLE,
-        context=context,
-        expert=expert,
-        stage=zero.stage,
-        shard=(zero.shard_degree or data * context) if zero.stage else 1,
-        sequence=plan.goal.sequence,
-        micro_batch=micro,
-        accumulation=config.gradient_accumulation_steps or max(1, batch // (micro * data)),
-        checkpointing=config.activation_checkpointing.policy,
-        offload_optimizer=not zero.offload_optimizer.is_off(),
-        offload_params=not zero.offload_param.is_off(),
-        states_on_disk=zero.offload_optimizer.device == "nvme",
-        second=zero.zero_hpz_partition_size if zero.stage == 3 else 1,
-        precision="bf16-pure" if pure else "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32",
-        sequence_parallel=tensor > 1 and config.tensor_parallel.sequence_parallel,
-        kernels=KernelGeneration.FUSED if config.compile.enabled else plan.goal.kernels,
-    )
-    if expert not in expert_degrees(plan.shape.experts, candidate):
-        reason = f"does not go with {plan.shape.experts} experts in a block and {candidate.replicas} replicas."
-        raise ConfigError([ConfigProblem("expert_parallel.autoep_size", expert, reason, "change it.")], str(path))
-    model = StepModel(plan.shape, candidate, plan.cluster, plan.calibration)
-    return Timed(candidate, model.simulated(), footprint(plan.shape, candidate))

@@ -53,7 +53,7 @@ class BlockModel:
         """Return the times of a block of ``shape``, of the last kind."""
         c, constants = self.candidate, self.constants
         forward, backward = self.kernels.block(shape, c)
-        whole = {"full": 1.0, "every_n": 0.5}.get(c.checkpointing, 0.0)  # blocks that run again, collectives and all
+        whole = c.rerun  # collectives and all
         if c.checkpointing == "selective" and c.kernels is KernelGeneration.UNFUSED:
             backward = backward + Work(attention=forward.attention)
         else:

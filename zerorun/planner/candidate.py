@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from ..pipeline.schedule.schedules import INTERLEAVED, ZERO_BUBBLE
+
 DISK = "/local_nvme"  # the folder of a node's disks that configurations name
 # What a runtime hides behind the computation.
 REDUCTIONS, GATHERS, TENSOR = "reductions", "gathers", "tensor"
@@ -22,22 +24,22 @@ class KernelGeneration(str, Enum):
 class RunCandidate:
     """Degrees, stage and batch. ``data``: replicas of the model; ``shard``: ranks that divide the states.
 
-    ``chunks``: parts of the model on each of ``pipe`` stages; ``zero_bubble``: the schedule splits backwards.
+    ``chunks``: parts of the model on each of ``pipe`` stages; ``order``: their schedule, where each has one part.
     ``expert``: ranks with different experts, 1 if each has all; they are neighbours, tensor ranks among them.
     ``sequence``: tokens; ``micro_batch``: sequences of a replica; ``accumulation``: micro-batches of a step.
-    ``checkpointing``: none, selective, every_n (every second block) or full. ``precision``: fp32, bf16, fp16, bf16-pure,
-    fp8 or mxfp8. ``sequence_parallel``: tensor ranks divide rows between the layers that they divide. ``wire_bytes``: of a
-    gradient where it is reduced. ``reduces_once``: at stages 2 and 3 gradients are reduced once in a step, not for each
-    micro-batch. With ``offload_optimizer``: ``offload_params``: shards of stage 3 are in host memory, too;
-    ``states_on_disk``: master and moments are in files. ``second``: ranks that share a second copy of the weights, if they
-    are several (hpZ). ``hides``: what goes on behind the computation. ``narrow_experts``: experts compute in fp8, too.
+    ``checkpointing``: none, selective, every_n (one of ``every`` blocks) or full. ``precision``: fp32, bf16, fp16,
+    bf16-pure, fp8 or mxfp8. ``sequence_parallel``: tensor ranks divide rows between the layers that they divide.
+    ``wire_bytes``: of a gradient where it is reduced. ``reduces_once``: at stages 2 and 3 gradients are reduced once in a
+    step, not for each micro-batch. With ``offload_optimizer``: ``offload_params``: shards of stage 3 are in host memory,
+    too; ``states_on_disk``: master and moments are in files. ``second``: ranks that share a second copy of the weights, if
+    they are several (hpZ). ``hides``: what goes on behind the computation. ``narrow_experts``: experts compute in fp8, too.
     """
 
     data: int
     tensor: int = 1
     pipe: int = 1
     chunks: int = 1
-    zero_bubble: bool = False
+    order: str = "1f1b"
     context: int = 1
     expert: int = 1
     stage: int = 0
@@ -46,6 +48,7 @@ class RunCandidate:
     micro_batch: int = 1
     accumulation: int = 1
     checkpointing: str = "none"
+    every: int = 2
     offload_optimizer: bool = False
     offload_params: bool = False
     states_on_disk: bool = False
@@ -61,7 +64,17 @@ class RunCandidate:
     @property
     def schedule(self) -> str:
         """The pipeline's, by its name in the configuration."""
-        return "interleaved" if self.chunks > 1 else "zero_bubble" if self.zero_bubble else "1f1b"
+        return INTERLEAVED if self.chunks > 1 else self.order
+
+    @property
+    def zero_bubble(self) -> bool:
+        """True if the schedule splits backwards."""
+        return self.order == ZERO_BUBBLE
+
+    @property
+    def rerun(self) -> float:
+        """The part of the blocks that run again in a backward, as a whole."""
+        return {"full": 1.0, "every_n": 1 / self.every}.get(self.checkpointing, 0.0)
 
     @property
     def element(self) -> int:
@@ -143,6 +156,6 @@ def candidate_config(candidate: RunCandidate) -> dict[str, object]:
     if c.kernels is KernelGeneration.FUSED:
         config["compile"] = {"enabled": True}
     if c.checkpointing != "none":
-        every = {"every_n": 2} if c.checkpointing == "every_n" else {}
+        every = {"every_n": c.every} if c.checkpointing == "every_n" else {}
         config["activation_checkpointing"] = {"policy": c.checkpointing, **every}
     return config

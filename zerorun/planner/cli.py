@@ -12,14 +12,15 @@ from functools import partial
 from pathlib import Path
 
 from zerorun.errors import ConfigError, ConfigProblem
-from zerorun.log import command_parser, counted, in_bytes, positive, run_command
+from zerorun.log import command_parser, counted, positive, run_command
 
-from .answer import RunPlan, compared, named, plan_run
+from .answer import RunPlan, plan_run
 from .calibration import fitted
 from .candidate import KernelGeneration
+from .comparison import compared
 from .hardware import GB, cluster_of
 from .published import published_runs
-from .search import Goal, fits
+from .search import Goal
 
 FAILED = 2
 _PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32", "fp8")
@@ -100,9 +101,11 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
         from .picture import draw_plan  # which imports matplotlib
 
         draw_plan(plan, args.picture)
+    comparison = compared(args.compare, plan) if args.compare else None
     if args.json:
-        return 0, json.dumps(plan.as_json(), indent=2).splitlines()
-    return 0, [*plan.page(), *(_comparison(args.compare, plan) if args.compare else ()), *_configuration(args, plan)]
+        beside = {} if comparison is None else {"comparison": comparison.as_json()}
+        return 0, json.dumps({**plan.as_json(), **beside}, indent=2).splitlines()
+    return 0, [*plan.page(), *(comparison.page() if comparison is not None else ()), *_configuration(args, plan)]
 
 
 def _configuration(args: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
@@ -110,16 +113,6 @@ def _configuration(args: argparse.Namespace, plan: RunPlan) -> Iterator[str]:
         yield f"the configuration is in {args.write}"
     else:
         yield json.dumps(plan.config)
-
-
-def _comparison(path: str, plan: RunPlan) -> Iterator[str]:
-    given = compared(path, plan)
-    ratio = given.step.seconds / given.candidate.batch / (plan.best.step.seconds / plan.best.candidate.batch)
-    memory = f"{in_bytes(given.memory.needed)} of {in_bytes(plan.cluster.gpu.memory)}"
-    yield f"{path}: {named(given.candidate)}"
-    yield f"  {ratio:.2f} x the time for a sequence; needs {memory}" + (
-        "" if fits(given.memory, plan.cluster) else ": too much"
-    )
 
 
 def _predict(path: str, out: str) -> str:

@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from ..pipeline.partition import LayerFacts, bounds_of
+from ..pipeline.schedule.schedules import INTERLEAVED, ZERO_BUBBLE
 from .candidate import KernelGeneration, RunCandidate
 from .model_shape import ModelShape
 from .states_at_rest import Placed, at_rest
@@ -134,8 +135,8 @@ def _of_block(shape: ModelShape, candidate: RunCandidate) -> tuple[float, float]
     """Return the bytes for each token that are kept of a block, and those of one that is being recomputed."""
     c = candidate
     whole, least = _whole_block(shape, c), _wide(c) * 2.0 * shape.hidden
-    parts = {"none": 1.0, "selective": _KEPT_SHARE, "every_n": 0.5, "full": 0.0}
-    kept = least + parts[c.checkpointing] * (whole - least)
+    share = _KEPT_SHARE if c.checkpointing == "selective" else 1 - c.rerun
+    kept = least + share * (whole - least)
     return kept, whole - (least if c.checkpointing == "every_n" else kept)
 
 
@@ -171,7 +172,12 @@ def _peak(candidate: RunCandidate, found: Activations, rank: int, blocks: int) -
     Of the zero-bubble schedule: as if all were kept until the gradients of weights are done.
     """
     c = candidate
-    in_flight: float = min(c.accumulation, c.pipe - (0 if c.zero_bubble else rank))
-    if c.chunks > 1:
-        in_flight = min(c.accumulation, c.pipe + (c.pipe - 1 - 2 * rank) / c.chunks)
+    ahead: dict[str, float] = {
+        "naive": 1,
+        "gpipe": c.accumulation,
+        "1f1b": c.pipe - rank,
+        ZERO_BUBBLE: c.pipe,
+        INTERLEAVED: c.pipe + (c.pipe - 1 - 2 * rank) / c.chunks,
+    }
+    in_flight = min(c.accumulation, ahead[c.schedule])
     return int(in_flight * blocks * found.block + found.passing)

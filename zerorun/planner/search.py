@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..config.degrees import degrees_for_experts, divisors
 from ..errors import DoesNotFitError
+from ..pipeline.schedule.schedules import ZERO_BUBBLE
 from .calibration import Calibration, calibration_of
 from .candidate import GATHERS, REDUCTIONS, KernelGeneration, RunCandidate
 from .footprint import Footprint, footprint, layers_of_stages
@@ -193,7 +194,7 @@ def _stages(shape: ModelShape, cluster: Cluster, goal: Goal, base: RunCandidate,
             for chunks in _chunks(shape, base.pipe, own // micro):
                 batch = replace(base, micro_batch=micro, accumulation=own // micro, chunks=chunks)
                 splits = 1 < base.pipe <= batch.accumulation and chunks == 1
-                for one in (batch, replace(batch, zero_bubble=True)) if splits else (batch,):
+                for one in (batch, replace(batch, order=ZERO_BUBBLE)) if splits else (batch,):
                     yield from _experts(shape, one)
                     for stage in (1, 2, 3) if replicas > 1 or goal.offload else (1,):
                         for shard in (replicas, *hybrid):

@@ -88,6 +88,8 @@ class StepModel:
         exposed, boundary = self.exposed_in_micro_batch, self.boundary_seconds()
         work, mean = block.work[0] + block.work[1], blocks * block.seconds + last / c.pipe
         slower = self.period(last) - mean  # of the slowest stage than the mean
+        fill, waits = (c.pipe - 1) * (mean + exposed + boundary - self._filled(mean)), micro * slower
+        bubble = fill * micro if c.schedule == "naive" else fill / c.chunks + waits
         causes = {
             "matrix products": micro * (blocks * work.products + (head[0].products + head[1].products) / c.pipe),
             "attention": micro * blocks * work.attention,
@@ -96,11 +98,10 @@ class StepModel:
             "rows to experts": micro * blocks * block.rows,
             "host": micro * blocks * (block.seconds - block.on_gpu),
             "messages of stages": micro * boundary,
-            "pipeline bubble": (c.pipe - 1) * (mean + exposed + boundary - self._filled(mean)) / c.chunks + micro * slower,
+            "pipeline bubble": self._seen_bubble(bubble, micro * (mean + exposed + boundary)),
             "gathers and reductions": micro * exposed + self.exposed_in_step,
             "update": self.update_seconds(),
         }
-        causes["pipeline bubble"] = self._seen_bubble(causes["pipeline bubble"], micro * (mean + exposed + boundary))
         causes["waiting for others"] = sum(causes.values()) * constants.jitter * log2(self.cluster.nodes)
         forward = (mean + slower + exposed) * block.forward / block.seconds
         return StepTime(causes, forward, mean + slower + exposed - forward)
@@ -132,9 +133,12 @@ class StepModel:
         return StepTime(causes, found.forward, found.backward)
 
     def _simulated_bubble(self) -> float:
-        """Return the makespan beyond the mean work of a stage. Long schedules are periodic, so few rounds are simulated."""
+        """Return the makespan beyond the mean work of a stage. Long schedules are periodic, so few rounds are simulated.
+
+        The two oldest ones have other periods than a stage's work, and are simulated to their end.
+        """
         c, block = self.candidate, self.block
-        rounds = min(c.accumulation, _ROUNDS * c.pipe)
+        rounds = c.accumulation if c.schedule in ("naive", "gpipe") else min(c.accumulation, _ROUNDS * c.pipe)
         report, times = self.schedule(rounds), self._times
         makespan = report.makespan + (c.accumulation - rounds) * max(map(times.work, range(c.pipe)))
         head = [work.seconds for work in self.kernels.head(self.shape, c)]
