@@ -35,7 +35,7 @@ from zerorun.errors import LaunchError
 from .failures import HostEnd, WorkerEnd
 from .hangs import Hangs
 from .hosts import Host
-from .job_plan import JobOptions, LaunchRequest, ProgramKind, build_plan, warm_commands
+from .job_plan import JobOptions, LaunchRequest, ProgramKind, Rendezvous, build_plan, warm_commands
 from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .meeting import Meeting
 from .node import STREAMS, log_file, make_log_dir
@@ -106,7 +106,7 @@ class Job:
         self._connect(self._request.hosts)
         self._take_places()
         _keep_warm(self._spares, self._request, self._options, self.say)
-        status, fine = self._run_round(0)
+        status, fine = self._run_round(0, self._meeting.arrange(self._nodes))
         for restart in range(1, self._options.max_restarts + 1):
             if fine or self._stopped:
                 break
@@ -115,9 +115,10 @@ class Job:
                 self.say(f"[zerorun] no restart: {refusal}")
                 break
             try:
-                if not self._regroup(restart):
+                rendezvous = self._regroup(restart)
+                if rendezvous is None:
                     break
-                status, fine = self._run_round(restart)
+                status, fine = self._run_round(restart, rendezvous)
             except LaunchError as error:
                 self.say(f"[zerorun] no restart: {error}")
                 break
@@ -213,10 +214,13 @@ class Job:
 
     def _prepare(self, nodes: Sequence[Node]) -> None:
         """Tell agents about the job, and have them check what can be checked before anything is started."""
+        self._await(self._tell(nodes), "ready")
+
+    def _tell(self, nodes: Sequence[Node]) -> list[RemoteNode]:
         remote = [node for node in nodes if isinstance(node, RemoteNode)]
         for node in remote:
             node.ask("job", "ready", grace=self._options.grace, **self._place())
-        self._await(remote, "ready")
+        return remote
 
     def _place(self) -> dict[str, Any]:
         """Return the folders, variables and script with which agents run the workers."""
@@ -227,19 +231,22 @@ class Job:
 
     def _await(self, nodes: Sequence[RemoteNode], answer: str) -> None:
         """Wait until each node has given ``answer``. Raises LaunchError with the troubles of those that have not."""
+        _refuse([f"{name}: {trouble}" for name, trouble in self._troubles(nodes, answer).items()])
+
+    def _troubles(self, nodes: Sequence[RemoteNode], answer: str) -> dict[str, str]:
+        """Wait until each node has given ``answer``, and return why others have not, by their names."""
         self._until(lambda: all(node.trouble or node.lost or answer in node.answers for node in nodes), ANSWER_SECONDS)
-        problems = []
+        found = {}
         for node in nodes:
             if node.lost or answer not in node.answers:
-                problems.append(f"{node.name}: {node.trouble or node.lost or f'no answer within {ANSWER_SECONDS:.0f} s'}")
+                found[node.name] = node.trouble or node.lost or f"no answer within {ANSWER_SECONDS:.0f} s"
             node.trouble = None
-        _refuse(problems)
+        return found
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
-    def _run_round(self, restart: int) -> tuple[int, bool]:
+    def _run_round(self, restart: int, rendezvous: Rendezvous) -> tuple[int, bool]:
         """Start all workers, wait until no process of theirs is left, and return (exit status, whether nothing failed)."""
-        rendezvous = self._meeting.arrange(self._nodes)
         by_name = {host.name: host for host in self._request.hosts}
         hosts = [by_name[node.name] for node in self._nodes]
         cores = {node.name: node.facts["cores"] for node in self._nodes}
@@ -377,8 +384,27 @@ class Job:
         self._nodes = [by_name[name] for name in self._places.names if name in by_name]
         self._spares = [by_name[name] for name in self._places.reserve if name in by_name]
 
-    def _regroup(self, restart: int) -> bool:
-        """Gather nodes for another round: those left, and those of lost hosts that return. True if they suffice."""
+    def _regroup(self, restart: int) -> Rendezvous | None:
+        """Gather nodes for another round, and arrange where they meet; None if too few are left.
+
+        A host that is lost meanwhile is left out, as one is that cannot take part any more. Raises LaunchError.
+        """
+        for _ in self._request.hosts:
+            if not self._gather():
+                return None
+            try:
+                rendezvous = self._meeting.arrange(self._nodes)
+            except LaunchError:
+                if all(node.lost is None for node in self._nodes):
+                    raise
+                continue
+            where = f" on {len(self._nodes)} of {len(self._places.names)} hosts" if self._several else ""
+            self.say(f"[zerorun] restart {restart} of {self._options.max_restarts}{where}")
+            return rendezvous
+        raise LaunchError("hosts are lost as fast as they come back.")
+
+    def _gather(self) -> bool:
+        """Gather the nodes that are left, and those of lost hosts that return. True if they suffice."""
         for node in self._nodes:
             node.trouble = None
         self._take_places()
@@ -389,16 +415,24 @@ class Job:
         seconds = BACK_SECONDS if len(self._nodes) >= enough else CONNECT_SECONDS
         self._returning.give_up([host.name for host in missing])
         back = [node for node in self._open(missing, seconds) if node.lost is None] if missing else []
-        _refuse(_unfit(back, self._request))
-        self._nodes += back
+        self._let_in(back)
         self._take_places()
         if len(self._nodes) < enough:
             self.say(f"[zerorun] no restart: {len(self._nodes)} of {wanted} hosts are left, {enough} are needed")
             return False
-        self._prepare(back)
-        where = f" on {len(self._nodes)} of {wanted} hosts" if self._several else ""
-        self.say(f"[zerorun] restart {restart} of {self._options.max_restarts}{where}")
         return True
+
+    def _let_in(self, back: Sequence[Node]) -> None:
+        """Have hosts that are back take part. One that cannot is lost, and the user is told why."""
+        problems = {node.name: found[0] for node in back if (found := _unfit([node], self._request))}
+        ready = self._troubles(self._tell([node for node in back if node.name not in problems]), "ready")
+        problems |= {name: f"{name}: {trouble}" for name, trouble in ready.items()}
+        for node in back:
+            if node.name in problems and isinstance(node, RemoteNode):
+                node.lose(problems[node.name])
+        if problems:
+            self.say("\n  ".join(["[zerorun] hosts that are back, and cannot take part:", *problems.values()]))
+        self._nodes = [node for node in (*self._nodes, *back) if node.name not in problems]
 
     def _close(self, status: int) -> None:
         self._meeting.release()

@@ -25,6 +25,32 @@ _PREFIX = "zerorun-keeper-"
 _QUIET_SECONDS = 3.0  # workers that are being ended may still write
 
 
+class EngineFolders:
+    """The folders of this process's engines in that of the keeper, numbered in the order in which the script makes them."""
+
+    def __init__(self, first: int = 0) -> None:
+        self._next = first
+
+    def take(self, folder: str) -> Path:
+        """Return that of the next engine."""
+        self._next += 1
+        return Path(folder, str(self._next - 1))
+
+    def left_bytes(self, folder: str) -> int:
+        """Return the bytes of copies that a start before has left for the next engine, and those after it.
+
+        They make room for the engine's own: it loads one of two, and forgets the other.
+        """
+        found = 0
+        for path in Path(folder).glob("*/*"):
+            with contextlib.suppress(OSError):
+                found += path.stat().st_blocks * 512 if int(path.parent.name) >= self._next else 0
+        return found
+
+
+engine_folders = EngineFolders()
+
+
 class Keeper:
     """That of one supervisor. Where the system has no such memory there is no folder."""
 

@@ -147,7 +147,8 @@ class Restarts:
             return None
         total = self._attempts[-1].ended - self._attempts[0].begun
         restarts = counted(len(self._attempts) - 1, "restart") if len(self._attempts) > 1 else "no restart"
-        return f"goodput {useful / total:.1%}: {useful:.1f} s of {total:.1f} s went into {self._furthest} steps, {restarts}"
+        steps = self._furthest - (self._attempts[0].loaded or 0)
+        return f"goodput {useful / total:.1%}: {useful:.1f} s of {total:.1f} s went into {steps} steps, {restarts}"
 
 
 def _table(rows: Iterable[tuple[str, ...]]) -> list[str]:

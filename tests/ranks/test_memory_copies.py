@@ -6,7 +6,6 @@ Ranks of one machine stand for hosts: each has a folder of its own, as the super
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
 import shutil
 from pathlib import Path
@@ -21,10 +20,10 @@ from harness import run_ranks
 from torch import nn
 
 import zerorun
-from zerorun.checkpoint import memory_copies
 from zerorun.checkpoint.kept_parts import BLOCK_BYTES, records_in
 from zerorun.checkpoint.memory_copies import MemoryCopies, partners
 from zerorun.errors import DoesNotFitError
+from zerorun.launcher import keeper
 
 WIDTH = 24
 
@@ -54,7 +53,7 @@ def model_of(width: int) -> nn.Sequential:
 
 def make(folder: Path, stage: int, seed: int, width: int = WIDTH, number: int = 0, **checkpoint: Any) -> zerorun.Engine:
     """The engine ``number`` of a start, on a rank whose host keeps copies in ``folder``."""
-    memory_copies.engine_numbers = itertools.count(number)
+    keeper.engine_folders = keeper.EngineFolders(number)
     rank = own_rank()
     own = folder / f"host{rank}"
     own.mkdir(parents=True, exist_ok=True)
@@ -266,6 +265,74 @@ def beside_a_disk(folder: str) -> tuple[int, int]:
 
 def test_the_newer_of_memory_and_disk_is_loaded(tmp_path: Path) -> None:
     assert run_ranks(2, beside_a_disk, str(tmp_path)) == [(4, 6)] * 2
+
+
+def given_up(folder: str) -> tuple[list[int], bool]:
+    """Where starts begin after one that has gone back from step 6 to step 3, and whether each has its state."""
+    engine = make(Path(folder), 3, seed=3)
+    train(engine, 3)
+    engine.save_checkpoint(f"{folder}/disk")
+    train(engine, 3)
+    engine.load_checkpoint(f"{folder}/disk")
+    begun, same = [], True
+    for steps in (0, 1, 0):
+        train(engine, steps)
+        before = digest(engine)
+        engine.destroy()
+        engine = make(Path(folder), 3, seed=99)
+        begun.append(engine.global_steps)
+        same = same and digest(engine) == before
+    engine.destroy()
+    return begun, same
+
+
+def test_steps_that_the_script_has_given_up_do_not_come_back(tmp_path: Path) -> None:
+    """Their copies have more steps than that which is right, or as many."""
+    assert run_ranks(2, given_up, str(tmp_path)) == [([3, 4, 4], True)] * 2
+
+
+def damaged_on_disk(folder: str) -> tuple[int, int]:
+    """Where a start begins if the newest checkpoint, of step 6, is damaged: with a copy of step 4, and without it."""
+    disk = {"dir": f"{folder}/disk", "auto_resume": True, "in_memory": {"every_steps": 4}}
+    engine = make(Path(folder), 3, seed=3, **disk)
+    for steps in (2, 4):
+        train(engine, steps)
+        engine.save_checkpoint(f"{folder}/disk")
+    engine.destroy()
+    if own_rank() == 0:
+        damaged = next(Path(folder, "disk", "global_step6").glob("*.safetensors"))
+        content = bytearray(damaged.read_bytes())
+        content[-1] ^= 255
+        damaged.write_bytes(content)
+    torch.distributed.barrier()
+    found = []
+    for _ in range(2):
+        engine = make(Path(folder), 3, seed=99, **disk)
+        found.append(engine.global_steps)
+        engine.destroy()
+        torch.distributed.barrier()
+        shutil.rmtree(Path(folder) / f"host{own_rank()}")
+    return found[0], found[1]
+
+
+def test_a_copy_in_memory_comes_before_an_older_checkpoint(tmp_path: Path) -> None:
+    assert run_ranks(2, damaged_on_disk, str(tmp_path)) == [(4, 2)] * 2
+
+
+def room_of_a_start_before(folder: str) -> int:
+    """The step at which a start begins that finds the host's memory full: with the copies of the one before."""
+    engine = make(Path(folder), 3, seed=3)
+    train(engine, 2)
+    engine.destroy()
+    with patch("shutil.disk_usage", return_value=SimpleNamespace(free=1024)):
+        engine = make(Path(folder), 3, seed=99)
+    begun = engine.global_steps
+    engine.destroy()
+    return begun
+
+
+def test_copies_of_a_start_before_make_room(tmp_path: Path) -> None:
+    assert run_ranks(2, room_of_a_start_before, str(tmp_path)) == [2] * 2
 
 
 def too_large(folder: str) -> str:

@@ -354,9 +354,57 @@ def test_hosts_keep_their_order_over_a_restart(lost: str, back: list[str], monke
     came = {host.name: Remembered(host.name, None if host.name in back else "gone") for host in hosts}
     monkeypatch.setattr(job, "_open", lambda missing, seconds: [came[host.name] for host in missing])
     job._nodes = [Remembered(host.name, "gone" if host.name == lost else None) for host in hosts]  # type: ignore[misc]
-    assert job._regroup(1)
+    monkeypatch.setattr(job._meeting, "arrange", list)
+    assert job._regroup(1) == job._nodes
     assert [node.name for node in job._nodes] == [host.name for host in hosts if host.name != lost or back]
     assert said == ["[zerorun] restart 1 of 1"]
+
+
+def job_of_three(monkeypatch: pytest.MonkeyPatch, said: list[str], *back: Remembered) -> Job:
+    """A job of which n3 is lost, and ``back`` are there again when they are looked for."""
+    hosts = tuple(Host(name, (0,)) for name in ("n1", "n2", "n3"))
+    request = LaunchRequest("train.py", (), ProgramKind.SCRIPT, hosts, sys.executable)
+    job = Job(request, JobOptions(max_restarts=1, min_nodes=1))
+    monkeypatch.setattr(job, "say", said.append)
+    found = {node.name: node for node in back}
+    gone = [found.get(name, Remembered(name, "gone")) for name in ("n1", "n2", "n3")]
+    monkeypatch.setattr(
+        job, "_open", lambda missing, seconds: [node for node in gone if node.name in [host.name for host in missing]]
+    )
+    job._nodes = [Remembered("n1"), Remembered("n2"), Remembered("n3", "gone")]  # type: ignore[list-item]
+    return job
+
+
+def test_a_host_that_is_back_and_cannot_take_part_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    job = job_of_three(monkeypatch, said, Remembered("n3", facts={"version": "0.0", "cores": [0]}))
+    monkeypatch.setattr(job._meeting, "arrange", list)
+    assert job._regroup(1) == job._nodes and [node.name for node in job._nodes] == ["n1", "n2"]
+    assert said[0].startswith("[zerorun] hosts that are back, and cannot take part:\n  n3: has zerorun 0.0, this launcher")
+    assert said[1:] == ["[zerorun] restart 1 of 1"]
+
+
+def test_a_host_that_is_lost_while_others_meet_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    job = job_of_three(monkeypatch, said)
+
+    def arrange(nodes: list[Remembered]) -> list[Remembered]:
+        if len(nodes) == 2:
+            nodes[1].lost = "nothing was heard from it"
+            raise LaunchError("n2: nothing was heard from it")
+        return list(nodes)
+
+    monkeypatch.setattr(job._meeting, "arrange", arrange)
+    assert job._regroup(1) == job._nodes and [node.name for node in job._nodes] == ["n1"]
+    assert said == ["[zerorun] restart 1 of 1"]
+    job = job_of_three(monkeypatch, said)
+    monkeypatch.setattr(job._meeting, "arrange", refuse)
+    with pytest.raises(LaunchError, match="no way"):
+        job._regroup(1)
+
+
+def refuse(nodes: list[Remembered]) -> None:
+    raise LaunchError("there is no way between the hosts")
 
 
 def test_batch_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,6 +73,12 @@ def test_goodput_is_the_share_of_new_steps() -> None:
     assert restarts.goodput() == "goodput 67.6%: 75.0 s of 111.0 s went into 75 steps, 1 restart"
 
 
+def test_steps_of_an_earlier_job_are_none_of_this_one() -> None:
+    restarts = Restarts(1, lambda text: None)
+    restarts.end(Attempt(0.0, 61.0, 61.0, 61.0, "", False), progress(1050, at=61.0, began=12.0, loaded=1000))
+    assert restarts.goodput() == "goodput 82.0%: 50.0 s of 61.0 s went into 50 steps, no restart"
+
+
 def test_goodput_is_not_more_than_all_of_the_time() -> None:
     """The first step was over 1.5 s after the load, and later ones took 10 s each: it counts as 1.5 s."""
     restarts = Restarts(1, lambda text: None)
@@ -254,6 +260,23 @@ def test_keepers_leave_nothing_in_memory_whatever_the_end(tmp_path: Path, end: i
         assert os.listdir(folder) == ["copy"]
         os.kill(job.pid, end)
         wait_until(lambda: not os.path.exists(folder))
+
+
+def test_a_keeper_ends_with_a_supervisor_of_many_hosts() -> None:
+    """Which has a line to each, so that what it has opened for its keeper has great numbers."""
+    text = """
+import os, resource, signal
+from zerorun.launcher.keeper import Keeper
+most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most), most))
+for _ in range(1100):
+    os.open("/dev/null", os.O_RDONLY)
+print(*Keeper().begin().values(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert done.returncode == -9 and done.stdout, done.stderr
+    wait_until(lambda: not os.path.exists(done.stdout.strip()))
 
 
 def test_what_nobody_could_empty_is_emptied_by_the_next_job(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
 from .manifest import Manifest, never_cast
 from .merging import Merged
 from .ranks import Ranks, attempt, leads_stage, speaking_up
-from .read import Reader, candidates, open_on_all
+from .read import Reader, candidates, open_on_all, steps_of
 from .requests import check_client_state, directory_of, dtype_of, tag_of
 from .save import Captured, Saver, now, scalar, versions
 from .write import Destination
@@ -258,10 +258,17 @@ class Checkpointer:
 
     # -- loading -------------------------------------------------------------------------------------------------
 
-    def load(self, directory: str | Path, tag: str | None, wanted: Wanted) -> tuple[Path | None, dict[str, Any]]:
+    def load(
+        self,
+        directory: str | Path,
+        tag: str | None,
+        wanted: Wanted,
+        beside: Callable[[int], Path | None] | None = None,
+    ) -> tuple[Path | None, dict[str, Any]]:
         """Load ``tag``, or without a tag the newest checkpoint that is complete and undamaged.
 
-        Return its path and its client state; (None, {}) if there is no checkpoint at all.
+        ``beside`` loads something else with at least so many steps, if there is any, and returns its path: it comes before
+        checkpoints with as many. Return the path of what was loaded and its client state; (None, {}) if there is nothing.
         """
         self.wait()
         path, named = self._meet("load_checkpoint()", lambda: (directory_of(directory), tag_of(tag)))
@@ -269,15 +276,20 @@ class Checkpointer:
         self.subject.model.make_ready()  # otherwise they would change what is loaded
         if named is not None:
             return self._load_one(path, named, wanted)
-        names = candidates(ranks, path)
-        for index, name in enumerate(names):
+        failure: DamagedError | None = None
+        for name in candidates(ranks, path):
+            if beside is not None and (other := beside(steps_of(ranks, path, name))) is not None:
+                return other, {}
+            if failure is not None and is_rank_zero():
+                logger.warning("%s Going back to checkpoint %s.", failure, name)
             try:
                 return self._load_one(path, name, wanted)
             except DamagedError as error:
-                if index + 1 == len(names):
-                    raise
-                if is_rank_zero():
-                    logger.warning("%s Going back to checkpoint %s.", error, names[index + 1])
+                failure = error
+        if beside is not None and (other := beside(-1)) is not None:
+            return other, {}
+        if failure is not None:
+            raise failure
         if is_rank_zero():
             what = "there is no checkpoint in" if path.is_dir() else "there is no directory"
             logger.warning("%s %s: training starts from the beginning.", what, path)

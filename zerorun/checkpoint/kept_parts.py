@@ -102,9 +102,9 @@ class PartsRecord:
     facts: RankFacts
 
     @property
-    def version(self) -> tuple[int, str]:
+    def version(self) -> tuple[str, int]:
         """Equal for the files of all ranks of one copy; the greatest is the newest."""
-        return self.step, self.epoch
+        return self.epoch, self.step
 
     @property
     def file(self) -> str:

@@ -19,7 +19,6 @@ tells them apart for the next start is the order in which the script makes them:
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import threading
@@ -33,7 +32,7 @@ from ..distributed.device import on_gpu, pin, synchronize
 from ..distributed.waits import waiting
 from ..distributed.wire import decode, encode
 from ..errors import CheckpointError, DamagedError
-from ..launcher.keeper import VARIABLE
+from ..launcher import keeper
 from ..log import is_rank_zero, logger, warn_once
 from ..watch.board import NOBODY, stay_off_the_board
 from .checkpointer import Checkpointer
@@ -55,9 +54,7 @@ from .load import Wanted
 from .ranks import Problem, Ranks, attempt
 from .save import Captured, frozen_sums, merge_facts, now, plan_together
 
-engine_numbers = itertools.count()  # see [Note: several engines]
-
-_Version = tuple[int, str]
+_Version = tuple[str, int]  # an epoch, which begins with a start and where the script loads something else; the step
 _Found = dict[int, tuple[Path, PartsRecord]]  # by the rank that has kept it
 
 
@@ -67,7 +64,7 @@ class MemoryCopies:
     def __init__(self, subject: Subject, run: Any, place: Path, every_steps: int) -> None:
         self.checkpointer = Checkpointer(subject, run)
         self._place, self._every_steps = place, every_steps
-        self._epoch = ""
+        self._epoch, self._newest = "", 0  # this one's; the last one that is known
         self._slot, self._whole = 0, -1  # what is written now; what has the newest whole copy
         self._described: Any = None  # what the layout was made for
         self._layout = PartsLayout((), (), 0)
@@ -81,12 +78,12 @@ class MemoryCopies:
     @classmethod
     def make(cls, subject: Subject, run: Any, every_steps: int) -> MemoryCopies | None:
         """Return None if they are not asked for, or if no launcher keeps them."""
-        place = os.environ.get(VARIABLE)
+        place = os.environ.get(keeper.VARIABLE)
         if every_steps and place is None:
             warn_once("checkpoint.in_memory has no effect: only `zerorun --max-restarts` keeps copies for another start.")
         if not every_steps or place is None:
             return None
-        return cls(subject, run, Path(place, str(next(engine_numbers))), every_steps)
+        return cls(subject, run, keeper.engine_folders.take(place), every_steps)  # see [Note: several engines]
 
     def due(self, global_steps: int) -> bool:
         """True if a copy is to be made after this many steps."""
@@ -103,6 +100,14 @@ class MemoryCopies:
         _, problem = attempt(lambda: self._copy(captured))
         self._thread = threading.Thread(target=self._finish, args=(captured, problem), name="zerorun memory copy")
         self._thread.start()
+
+    def begin_anew(self) -> None:
+        """Copy what the ranks have now, and forget all copies before: the script has loaded something else."""
+        self.settle()
+        epoch, self._epoch, self._memory, self._described = self._epoch, "", {}, None
+        self._forget_others(epoch, self._whole)  # there is room for two
+        self.keep()
+        self.settle()
 
     def settle(self) -> None:
         """Wait until the last copy is whole. If it failed, say so: training goes on, with the copy before that."""
@@ -128,7 +133,9 @@ class MemoryCopies:
         self._described = described
         self._layout = PartsLayout.of(plan_together(captured.parts, captured.order, ranks), ranks.rank)
         self._encoded = encode(self._layout)
-        self._epoch = ranks.first(lambda: re.sub(r"\D", "", now()))
+        begun = ranks.first(lambda: int(re.sub(r"\D", "", now())))
+        self._newest = max(begun, *(1 + newest for newest in ranks.gather(self._newest)))  # clocks of hosts differ
+        self._epoch = f"{self._newest:024}"  # as many digits as a time has
         self._memory, self._whole = {}, -1
         if any(ranks.gather(bool(captured.frozen))):
             self._frozen = self._frozen or frozen_sums(captured.frozen, captured.order, ranks, peers)
@@ -215,19 +222,21 @@ class MemoryCopies:
         here: dict[_Version, _Found] = {}
         for path, record in attempt(lambda: list(records_in(self._place)))[0] or []:
             here.setdefault(record.version, {})[record.rank] = path, record
+            self._newest = max(self._newest, int(record.epoch))
         self.checkpointer.subject.model.make_ready()  # otherwise they would change what is loaded
         for version in _complete(ranks, here):
-            if version[0] < newer_than:
+            epoch, step = version
+            if step < newer_than:
                 break
             found = here.get(version, {})
             try:
                 reader = self._open(ranks, found)
                 self.checkpointer.restore(reader, wanted)
-                self._forget_others(version[1], next((record.slot for _, record in found.values()), -1))
+                self._forget_others(epoch, next((record.slot for _, record in found.values()), -1))
                 return reader.path
             except DamagedError as error:
                 if is_rank_zero():
-                    logger.warning("the copy of step %d in memory is not whole: %s", version[0], error)
+                    logger.warning("the copy of step %d in memory is not whole: %s", step, error)
         return None
 
     def _open(self, ranks: Ranks, here: _Found) -> PartsReader:

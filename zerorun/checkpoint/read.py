@@ -345,14 +345,10 @@ def candidates(ranks: Ranks, directory: Path) -> list[str]:
     return next((names for names in ranks.gather(found) if names), [])
 
 
-def newest_step(ranks: Ranks, directory: Path) -> int:
-    """The steps of the first of ``candidates`` that can be read; -1 if there is none. Collective."""
-    for name in candidates(ranks, directory):
-        manifest = attempt(partial(read_manifest, directory / name))[0]
-        found = max(ranks.gather(-1 if manifest is None else manifest.global_steps))
-        if found >= 0:
-            return found
-    return -1
+def steps_of(ranks: Ranks, directory: Path, tag: str) -> int:
+    """The optimizer steps that a checkpoint has; -1 if nobody can read that. Collective."""
+    manifest = attempt(partial(read_manifest, directory / tag))[0]
+    return max(ranks.gather(-1 if manifest is None else manifest.global_steps))
 
 
 def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:

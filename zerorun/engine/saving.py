@@ -19,7 +19,6 @@ from ..checkpoint.directory import newest_first
 from ..checkpoint.inventory import Subject
 from ..checkpoint.load import Wanted
 from ..checkpoint.memory_copies import MemoryCopies
-from ..checkpoint.read import newest_step
 from ..checkpoint.requests import translate
 from ..config.parse import Config
 from ..errors import StepError
@@ -111,7 +110,10 @@ class Saving(Outcomes):
             weights_only=named.get("weights_only", False),
             allow_missing=(allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing),
         )
-        return self._load(lambda: self.checkpointer.load(named.get("dir", dir), tag, wanted))
+        found = self._load(lambda: self.checkpointer.load(named.get("dir", dir), tag, wanted))
+        if found[0] is not None and self.memory_copies is not None:
+            self.memory_copies.begin_anew()  # a start after a failure goes on from here, and from no step that is given up
+        return found
 
     def _load(self, load: Callable[[], tuple[Path | None, dict[str, Any]]]) -> tuple[Path | None, dict[str, Any]]:
         self.settle()
@@ -209,15 +211,6 @@ class Saving(Outcomes):
         every_steps = self.config.checkpoint.in_memory.every_steps
         return MemoryCopies.make(Subject(self.module, self.sharded_model), self, every_steps)
 
-    @during(Phase.LOAD)
-    def _resume_from_memory(self, dir: str | None) -> bool:
-        """Load the newest copy in memory, unless the checkpoints in ``dir`` are newer. True if there was one."""
-        copies = self.memory_copies
-        if copies is None:
-            return False
-        on_disk = newest_step(self.checkpointer.saver.ranks, Path(dir)) if dir is not None else -1
-        return self._load(lambda: (copies.load(Wanted(), on_disk), {}))[0] is not None
-
     def begin_saving(self) -> None:
         """Start what the section ``checkpoint`` asks for: automatic saves, signal handling, and resuming."""
         section, first = self.config.checkpoint, self.sharded_model.comm.topology.rank == 0
@@ -229,11 +222,18 @@ class Saving(Outcomes):
         elif first and section.dir is not None and not section.auto_resume and (newest := newest_first(Path(section.dir))):
             logger.info("%s has checkpoints; engine.resume() or checkpoint.auto_resume loads %s", section.dir, newest[0])
 
+    @during(Phase.LOAD)
     def _resume_by_itself(self) -> bool:
         """Load what a start goes on from: the newest of the copies in memory and, where asked for, the checkpoints."""
-        section = self.config.checkpoint
-        on_disk = section.dir if section.auto_resume else None
-        return self._resume_from_memory(on_disk) or (on_disk is not None and self.resume()[0] is not None)
+        section, copies = self.config.checkpoint, self.memory_copies
+
+        def from_memory(steps: int) -> Path | None:
+            return None if copies is None else copies.load(Wanted(), steps)
+
+        if section.auto_resume and section.dir is not None:
+            directory = section.dir
+            return self._load(lambda: self.checkpointer.load(directory, None, Wanted(), from_memory))[0] is not None
+        return copies is not None and self._load(lambda: (from_memory(-1), {}))[0] is not None
 
     def end_saving(self) -> None:
         """Wait for a save in the background, and end automatic saves and signal handling."""

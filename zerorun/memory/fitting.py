@@ -24,7 +24,7 @@ from ..distributed.replication import ALONE, Replication
 from ..distributed.topology import Topology
 from ..distributed.transports import GLOO, PEER_MEMORY
 from ..errors import ConfigError, DoesNotFitError, TopologyError
-from ..launcher.keeper import VARIABLE
+from ..launcher import keeper
 from ..log import in_bytes
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
@@ -112,8 +112,9 @@ class Fitting:
         return replace(needed, node=node_name(), cgroup=cgroup_path(), device_name=name_of(self._device, name))
 
     def _demand_of(self, plan: ShardingPlan) -> Demand:
-        kinds, copies = planned_bytes(plan), memory_of_copies(plan, self._config, several_hosts=False)
-        host = total_of(kinds, "host") + copies
+        kinds, here = planned_bytes(plan), int(os.environ.get("LOCAL_WORLD_SIZE", plan.topology.world_size))
+        copies = memory_of_copies(plan, self._config, several_hosts=here < plan.topology.world_size)
+        host = total_of(kinds, "host") + max(0, copies - self._copies_left // here)
         total = total_of(kinds, "device") + host
         held, start = self._held, start_up(plan, self._model, self._held_by)
         if on_host(self._device):
@@ -156,11 +157,11 @@ class Fitting:
 
     def _require_shared_memory(self, ranks: int, *, several_hosts: bool) -> None:
         """Raise DoesNotFitError if the memory file system is too small for what ``checkpoint.in_memory`` keeps there."""
-        folder, every = os.environ.get(VARIABLE), self._config.checkpoint.in_memory.every_steps
+        folder, every = os.environ.get(keeper.VARIABLE), self._config.checkpoint.in_memory.every_steps
         if not every or folder is None:
             return
         needed = ranks * memory_of_copies(self._plan, self._config, several_hosts=several_hosts)
-        free = shutil.disk_usage(folder).free
+        free = shutil.disk_usage(folder).free + self._copies_left
         if needed > free:
             raise DoesNotFitError(
                 f"checkpoint.in_memory.every_steps = {every}: the copies of the {ranks} ranks of {self.demand.node} take "
@@ -168,6 +169,12 @@ class Fitting:
                 "allocated. Remedy: make it larger (mount -o remount,size=, docker run --shm-size), or leave the key out. "
                 "ZERORUN_MEMORY_CHECK=0 switches this check off."
             )
+
+    @cached_property
+    def _copies_left(self) -> int:
+        """The bytes on this host of copies that a start before has left, which make room for new ones."""
+        folder = os.environ.get(keeper.VARIABLE)
+        return keeper.engine_folders.left_bytes(folder) if folder is not None else 0
 
     def _shortage(self, device: int, virtual: int, near: list[Demand]) -> str | None:
         """Return in words which memory is too small, or None."""
