@@ -228,8 +228,8 @@ class LeadingJob(Job):
             self.say(f"[zerorun] {address} does not know this job's secret and was sent away")
 
     def _place(self) -> dict[str, Any]:
-        """Return nothing: a guest has a folder and variables of its own, and must not learn those of the leader."""
-        return {}
+        """Return no folder and no variables: a guest has its own, and must not learn those of the leader."""
+        return {"grace": self._options.grace}
 
     def _close(self, status: int) -> None:
         self._listener.close()

@@ -37,7 +37,7 @@ from .hangs import Hangs
 from .hosts import Host
 from .job_plan import JobOptions, LaunchRequest, ProgramKind, Rendezvous, build_plan, warm_commands
 from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
-from .meeting import Meeting
+from .meeting import Meeting, Questions, refuse_all
 from .node import STREAMS, log_file, make_log_dir
 from .outcome import SETTLE_SECONDS, Round
 from .remote import Node, OwnNode, RemoteNode
@@ -48,7 +48,6 @@ from .screen import Outputs
 
 CONNECT_SECONDS = 30.0  # until an agent has said hello
 BACK_SECONDS = 5.0  # the same for a host that was lost, where the job can go on without it
-ANSWER_SECONDS = 20.0  # until a host has answered a question
 FAN_OUT = 64  # carriers that connect at the same time
 LEAVE_SECONDS = 2.0  # for all agents together to hang up
 
@@ -74,13 +73,14 @@ class Job:
         self._spares: list[Node] = []  # that are in reserve
         self._round: Round | None = None
         self.hangs = Hangs(0, lambda _: None, self.say, lambda _: None, lambda *_: None)
-        self._meeting = Meeting(options.master_addr, options.master_port, self._await)
+        self._questions = Questions(self._until)
+        self._meeting = Meeting(options.master_addr, options.master_port, self._questions)
         self._places = HostPlaces([host.name for host in request.hosts], request.spares)
         by_name = {host.name: host for host in request.hosts}
         self._returning = Returning(
             lambda name: _reach(by_name[name], self, self._selector, options),
             lambda node: _unfit([node], request),
-            lambda: {"grace": options.grace, **self._place()},
+            self._place,
         )
         self._restarts = Restarts(options.max_restarts, self.say)
         self._stopped = False  # a signal has asked for the end: no restart follows
@@ -172,14 +172,14 @@ class Job:
         nodes = [node for node in nodes if node.lost is None]
         least = self._options.min_nodes or len(hosts) - self._request.spares
         if len(nodes) < least:
-            _refuse(problems)
+            refuse_all(problems)
         elif problems:
             self.say("\n  ".join([f"[zerorun] {len(nodes)} hosts take part, without", *problems]))
-        _refuse(_unfit(nodes, self._request))
+        refuse_all(_unfit(nodes, self._request))
         if not self._may_share_machines:
-            _refuse(_same_machines(nodes))
+            refuse_all(_same_machines(nodes))
         self._nodes = nodes
-        self._prepare(nodes)
+        refuse_all(self._questions.prepare(nodes, self._place()).values())
 
     def _open(self, hosts: Sequence[Host], seconds: float = CONNECT_SECONDS) -> list[Node]:
         """Return a node for each host, either greeted or lost. At most FAN_OUT connect at a time. Raises LaunchError."""
@@ -212,36 +212,13 @@ class Job:
         places: dict[str, Any] = {"grace": options.grace, "log_dir": options.log_dir, "gives_stdin": True}
         return OwnNode(name, self._selector, self, base=base, **places)
 
-    def _prepare(self, nodes: Sequence[Node]) -> None:
-        """Tell agents about the job, and have them check what can be checked before anything is started."""
-        self._await(self._tell(nodes), "ready")
-
-    def _tell(self, nodes: Sequence[Node]) -> list[RemoteNode]:
-        remote = [node for node in nodes if isinstance(node, RemoteNode)]
-        for node in remote:
-            node.ask("job", "ready", grace=self._options.grace, **self._place())
-        return remote
-
     def _place(self) -> dict[str, Any]:
-        """Return the folders, variables and script with which agents run the workers."""
+        """Return how agents run the workers: folders, variables, script, grace."""
         request, log_dir = self._request, self._options.log_dir
         script = request.target if request.kind is ProgramKind.SCRIPT else None
         logs = None if log_dir is None else str(log_dir)
-        return {"cwd": os.getcwd(), "env": dict(request.exports), "script": script, "log_dir": logs}
-
-    def _await(self, nodes: Sequence[RemoteNode], answer: str) -> None:
-        """Wait until each node has given ``answer``. Raises LaunchError with the troubles of those that have not."""
-        _refuse([f"{name}: {trouble}" for name, trouble in self._troubles(nodes, answer).items()])
-
-    def _troubles(self, nodes: Sequence[RemoteNode], answer: str) -> dict[str, str]:
-        """Wait until each node has given ``answer``, and return why others have not, by their names."""
-        self._until(lambda: all(node.trouble or node.lost or answer in node.answers for node in nodes), ANSWER_SECONDS)
-        found = {}
-        for node in nodes:
-            if node.lost or answer not in node.answers:
-                found[node.name] = node.trouble or node.lost or f"no answer within {ANSWER_SECONDS:.0f} s"
-            node.trouble = None
-        return found
+        place = {"cwd": os.getcwd(), "env": dict(request.exports), "script": script, "log_dir": logs}
+        return {**place, "grace": self._options.grace}
 
     # -- a round -----------------------------------------------------------------------------------------------------
 
@@ -425,8 +402,7 @@ class Job:
     def _let_in(self, back: Sequence[Node]) -> None:
         """Have hosts that are back take part. One that cannot is lost, and the user is told why."""
         problems = {node.name: found[0] for node in back if (found := _unfit([node], self._request))}
-        ready = self._troubles(self._tell([node for node in back if node.name not in problems]), "ready")
-        problems |= {name: f"{name}: {trouble}" for name, trouble in ready.items()}
+        problems |= self._questions.prepare([node for node in back if node.name not in problems], self._place())
         for node in back:
             if node.name in problems and isinstance(node, RemoteNode):
                 node.lose(problems[node.name])
@@ -460,13 +436,6 @@ def _keep_warm(nodes: Sequence[Node], request: LaunchRequest, options: JobOption
                 node.warm_workers.keep(commands)
         except LaunchError as error:
             say(f"[zerorun] {node.name}: no process is in reserve: {error}")
-
-
-def _refuse(problems: Sequence[str]) -> None:
-    if not problems:
-        return
-    more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-    raise LaunchError("\n  ".join(["not all hosts can take part:", *problems[:8], *more]))
 
 
 def _greeted(node: RemoteNode) -> bool:

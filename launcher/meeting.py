@@ -1,9 +1,10 @@
-"""Meeting: chooses where the workers of a job meet, an address and a port of the first host, and reserves the port."""
+"""What hosts are asked before workers begin, and where these meet: at an address and a port of the first host."""
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 from zerorun.errors import LaunchError
 
@@ -11,14 +12,52 @@ from .facts import bound_socket, interface_of
 from .job_plan import Rendezvous, on_one_host
 from .remote import Node, OwnNode, RemoteNode
 
+_ANSWER_SECONDS = 20.0  # until a host has answered a question
+
+
+class Questions:
+    """Waits for answers of agents. ``until`` runs the loop until something is true, or some seconds are over."""
+
+    def __init__(self, until: Callable[[Callable[[], bool], float], bool]) -> None:
+        self._until = until
+
+    def wait(self, nodes: Sequence[RemoteNode], answer: str) -> None:
+        """Return when each node has given ``answer``. Raises LaunchError with the troubles of those that do not."""
+        refuse_all(self._troubles(nodes, answer).values())
+
+    def prepare(self, nodes: Sequence[Node], job: Mapping[str, Any]) -> dict[str, str]:
+        """Tell agents about the ``job``, and have them check what can be checked before anything is started.
+
+        Return why some cannot take part, by the names of the nodes.
+        """
+        remote = [node for node in nodes if isinstance(node, RemoteNode)]
+        for node in remote:
+            node.ask("job", "ready", **job)
+        return self._troubles(remote, "ready")
+
+    def _troubles(self, nodes: Sequence[RemoteNode], answer: str) -> dict[str, str]:
+        self._until(lambda: all(node.trouble or node.lost or answer in node.answers for node in nodes), _ANSWER_SECONDS)
+        found = {}
+        for node in nodes:
+            if node.lost or answer not in node.answers:
+                why = node.trouble or node.lost or f"no answer within {_ANSWER_SECONDS:.0f} s"
+                found[node.name] = f"{node.name}: {why}"
+            node.trouble = None
+        return found
+
+
+def refuse_all(problems: Collection[str]) -> None:
+    """Raise LaunchError if there are ``problems`` of hosts."""
+    if problems:
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise LaunchError("\n  ".join(["not all hosts can take part:", *list(problems)[:8], *more]))
+
 
 class Meeting:
-    """``address`` and ``port``: the user's choice, or None. ``await_answer`` waits until nodes have given an answer."""
+    """Chooses where workers meet, and reserves the port. ``address`` and ``port``: the user's choice, or None."""
 
-    def __init__(
-        self, address: str | None, port: int | None, await_answer: Callable[[Sequence[RemoteNode], str], None]
-    ) -> None:
-        self._chosen, self._port, self._await = address, port, await_answer
+    def __init__(self, address: str | None, port: int | None, questions: Questions) -> None:
+        self._chosen, self._port, self._questions = address, port, questions
         self._holder: socket.socket | None = None
 
     def arrange(self, nodes: Sequence[Node]) -> Rendezvous:
@@ -32,7 +71,7 @@ class Meeting:
         for node in remote:
             node.ask("probe", "probed", address=address, port=port)
         try:
-            self._await(remote, "probed")
+            self._questions.wait(remote, "probed")
         except LaunchError as error:
             remedy = "Remedy: let the hosts reach each other, or name an address by --master-addr."
             raise LaunchError(f"{error}\n{remedy}") from None
@@ -46,7 +85,7 @@ class Meeting:
         self.release()
         if isinstance(first, RemoteNode):
             first.ask("reserve", "reserved", port=self._port, listen=listen)
-            self._await([first], "reserved")
+            self._questions.wait([first], "reserved")
             return int(first.answers["reserved"]["port"])
         self._holder = bound_socket(self._port)
         if listen:

@@ -350,7 +350,6 @@ def test_hosts_keep_their_order_over_a_restart(lost: str, back: list[str], monke
     job = Job(request, JobOptions(max_restarts=1, min_nodes=2))
     said: list[str] = []
     monkeypatch.setattr(job, "say", said.append)
-    monkeypatch.setattr(job, "_prepare", lambda nodes: None)
     came = {host.name: Remembered(host.name, None if host.name in back else "gone") for host in hosts}
     monkeypatch.setattr(job, "_open", lambda missing, seconds: [came[host.name] for host in missing])
     job._nodes = [Remembered(host.name, "gone" if host.name == lost else None) for host in hosts]  # type: ignore[misc]
