@@ -153,6 +153,11 @@ def test_messages_of_one_collective_have_other_ranks() -> None:
     assert cause(*ring, world=3) == ("link", (0, 1), True)
 
 
+def test_messages_of_different_collectives_are_calls_in_different_orders() -> None:
+    first, second = waits(0, "0: all-gather", span=only(1)), waits(1, "0: all-gather on request", span=only(0))
+    assert cause(first, second, world=2) == ("order", (0,), True)
+
+
 def test_ranks_that_wait_for_messages_of_each_other() -> None:
     """One was sent and is lost, or was never sent: no board tells."""
     first = waits(0, "pipeline: gradients from stage 1", span=only(1), host="a", phase=Phase.PIPELINE)
@@ -160,7 +165,9 @@ def test_ranks_that_wait_for_messages_of_each_other() -> None:
     found = verdict(first, second, world=2)
     assert found is not None and (found.cause, found.guilty, found.certain) == ("messages", (0, 1), True)
     assert "rank 1 on b is in train_batch() or eval_batch(), at 'pipeline: activations from stage 0'" in found.text
-    assert "the link between a and b lets nothing through, or they make their calls in different orders" in found.text
+    assert (
+        "Either the link between a and b lets nothing through, or they make their calls in different orders" in found.text
+    )
 
 
 def test_time_in_which_nobody_looked_is_no_wait() -> None:

@@ -37,6 +37,7 @@ from ..distributed.transport.transport import Transport
 from ..distributed.transport.waiter import Waiter
 from ..distributed.wire import decode, encode, is_namedtuple, loaded_class, path_of
 from ..errors import MessageError, PipelineError
+from ..watch.board import OF_STAGES
 
 # Two sorts, because both may travel in both directions between the same two ranks: a pipeline may have only two.
 ACTIVATIONS, GRADIENTS = "activations", "gradients"
@@ -162,7 +163,7 @@ class PointToPoint:
         self._post(torch.frombuffer(bytearray(content), dtype=torch.uint8), key)
 
     def _count(self, flat: torch.Tensor, key: Key) -> None:
-        self._transport.statistics.count(f"pipeline: {key[1]}", flat.numel() * flat.element_size())
+        self._transport.statistics.count(f"{OF_STAGES}{key[1]}", flat.numel() * flat.element_size())
 
     def _post_tensor(self, flat: torch.Tensor, key: Key) -> None:
         if not self._links:

@@ -112,6 +112,7 @@ _SIZES = 16  # collectives whose sizes are on the page: a rank whose size fits b
 _SIZES_AT, _SIZE_WORDS = _WINDOWS_END, 5  # the key, the three numbers of the span, bytes
 NUMBERS = 1024  # of collectives with one label; then they begin anew
 OF_SCRIPT = " of the script"  # how labels of collectives end that the script makes by itself
+OF_STAGES = "pipeline: "  # how labels of messages between pipeline stages begin
 
 
 def checksum_of(label: str) -> int:

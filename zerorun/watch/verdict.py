@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..log import counted, ranks_in_words
-from .board import NUMBERS, OF_SCRIPT, Phase, Sight
+from .board import NUMBERS, OF_SCRIPT, OF_STAGES, Phase, Sight
 from .sizes import SAME_NUMBER, differing
 
 SUSPECT_AFTER_S = 30.0  # unless "hang_timeout_s" says otherwise
@@ -247,7 +247,7 @@ def _still(still: Sequence[Standing], standing: Mapping[int, Standing], world_si
 def _circle(circle: Sequence[Standing], standing: Mapping[int, Standing]) -> Hang | None:
     if any(_waited(one) <= one.limit_s for one in circle):
         return None
-    if all(one.sight.is_message for one in circle):
+    if all(one.sight.is_message and one.sight.label.startswith(OF_STAGES) for one in circle):
         return _messages(circle)
     places: dict[tuple[str, int], list[Standing]] = defaultdict(list)
     for one in standing.values():
@@ -268,12 +268,12 @@ def _circle(circle: Sequence[Standing], standing: Mapping[int, Standing]) -> Han
 
 
 def _messages(circle: Sequence[Standing]) -> Hang:
-    """Each waits for a message of the next: whether they were sent, no board tells."""
+    """Stages of a pipeline wait for messages of each other: whether they were sent, no board tells."""
     told = "; ".join(f"{one.name} is {one.doing}, after {_steps(one)}" for one in circle[:4])
     text = (
         f"ranks have been waiting for messages of each other for {min(map(_waited, circle)):.0f} s: {told}. "
-        f"{_way_between(circle)} lets nothing through, or they make their calls in different orders. "
-        "Remedy: try the way with zerorun-report and the same hosts; let all ranks make the same calls in the same order."
+        f"Either {_way_between(circle)} lets nothing through, or they make their calls in different orders. "
+        "Remedy: try it with zerorun-report and the same hosts; let all ranks make the same calls in the same order."
     )
     return Hang("messages", tuple(sorted(one.rank for one in circle)), text)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...watch.board import ALL, Span, only, span_of
+from ...watch.board import ALL, OF_STAGES, Span, only, span_of
 from ..topology import Topology, everyone
 from ..waits import waiting
 from .peer_memory import PeerEnded, PeerMemory
@@ -126,14 +126,14 @@ class Control:
         watch = self._statistics.watch
         begun = None if watch is None else watch.now()
         try:
-            with waiting(f"pipeline: {label}", lambda: [peer], only(peer)):
+            with waiting(f"{OF_STAGES}{label}", lambda: [peer], only(peer)):
                 if self._memory is not None:
                     self._memory.wait_until(message.done)
                 message.result()
         except RuntimeError as error:
             raise unanswered(label, dist.get_rank(), error) from error
         if watch is not None:
-            watch.add(f"pipeline: {label}", begun, begun)
+            watch.add(f"{OF_STAGES}{label}", begun, begun)
 
     def _finish(self, work: dist.Work, label: str = "control", timeout_s: float | None = None, span: Span = ALL) -> None:
         """Wait for ``work``, and serve ranks that wait for this one meanwhile. Raises OrderError."""
