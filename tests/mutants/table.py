@@ -2402,6 +2402,22 @@ MUTANTS = (
         ("tests/unit/test_plan_search.py::test_split_backwards_fill_bubbles",),
     ),
     Mutant(
+        "host-states-only-where-the-device-is-too-small",
+        "order",
+        "zerorun/planner/search.py",
+        "        dominated = min((again for other, again in found if _never_slower(other, placed)), default=len(order))",
+        "        dominated = 0 if found else len(order)",
+        ("tests/unit/test_plan_search.py::test_nothing_that_fits_is_faster",),
+    ),
+    Mutant(
+        "a-deadline-without-failures",
+        "swallowed",
+        "zerorun/planner/answer.py",
+        "    return goal.tokens / best.tokens_per_second / failures.goodput if failures.goodput else inf",
+        "    return goal.tokens / best.tokens_per_second if failures.goodput else inf",
+        ("tests/unit/test_plan_search.py::test_a_deadline_counts_batches_and_failures",),
+    ),
+    Mutant(
         "gpipe-keeps-what-1f1b-keeps",
         "bytes",
         "zerorun/planner/footprint.py",
@@ -2585,8 +2601,8 @@ MUTANTS = (
         "all-that-is-between-two-saves-is-lost",
         "divisor",
         "zerorun/planner/answer.py",
-        "        return 1 - _STALL / self.save_every - (self.save_every / 2 + _RESTART) / self._between_failures",
-        "        return 1 - _STALL / self.save_every - (self.save_every + _RESTART) / self._between_failures",
+        "        found = 1 - _STALL / self.save_every - (self.save_every / 2 + _RESTART) / self.between",
+        "        found = 1 - _STALL / self.save_every - (self.save_every + _RESTART) / self.between",
         ("tests/unit/test_plan_search.py::test_384_h100s_for_a_trillion_tokens",),
     ),
     Mutant(

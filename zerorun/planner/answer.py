@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from math import sqrt
+from math import inf, isinf, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,42 @@ from .hardware import GB, Cluster, cluster_of
 from .links import RankGroup
 from .model_configs import read_shape, shape_of
 from .model_shape import ModelShape
-from .search import Goal, Timed, least_gpus, search
+from .search import Goal, Timed, least_gpus, search, sizes_up_to
 from .step_time import RankFamily, StepModel
 
 _NEXT = 5  # configurations that are shown beside the best one
 _STALL, _RESTART = 10.0, 300.0  # seconds of a save that is seen, and of a restart from the disk
 _DAY = 86400.0
 _MOST_GPUS, _MOST_MFU = 1 << 17, 1.1  # more than fp8 has reached
+_LEAST_GOODPUT = 0.1  # below which a run does not get on
+
+
+@dataclass(frozen=True)
+class FailureModel:
+    """What interruptions cost that come every ``between`` seconds."""
+
+    between: float
+
+    @classmethod
+    def of(cls, goal: Goal, gpus: int) -> FailureModel:
+        return cls(goal.failure_hours * 3600 / gpus)
+
+    @property
+    def save_every(self) -> float:
+        """Seconds between saves at which the least is lost, at least 60: the root of 2 x stall x time between failures.
+
+        J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
+        """
+        return max(60.0, sqrt(2 * _STALL * self.between))
+
+    @property
+    def goodput(self) -> float:
+        """The part of the time that is not lost to saves, repeated steps and restarts.
+
+        It is an approximation for failures that are far apart. Where it leaves less than a tenth, it is 0.
+        """
+        found = 1 - _STALL / self.save_every - (self.save_every / 2 + _RESTART) / self.between
+        return found if found >= _LEAST_GOODPUT else 0.0
 
 
 @dataclass(frozen=True)
@@ -57,11 +86,6 @@ class RunPlan:
         return {**candidate_config(self.best.candidate), "checkpoint": saves}
 
     @property
-    def _between_failures(self) -> float:
-        """Seconds between interruptions."""
-        return self.goal.failure_hours * 3600 / self.cluster.gpus
-
-    @property
     def calibrated(self) -> bool:
         """True if runs with such kernels on such GPUs were fitted, which none of mixtures was."""
         return self.shape.experts == 1 and self.calibration.has(self.cluster.gpu, self.goal.kernels)
@@ -86,21 +110,23 @@ class RunPlan:
 
     @property
     def seconds(self) -> float:
-        """Of the whole run, without interruptions; 0 if its tokens are not known."""
-        return self.goal.tokens / self.tokens_per_second
+        """Of the whole run, with what failures cost; 0 if its tokens are not known, infinite if it does not get on."""
+        return _seconds(self.goal, self.best, self.failures)
+
+    @property
+    def failures(self) -> FailureModel:
+        """What interruptions of these GPUs cost."""
+        return FailureModel.of(self.goal, self.cluster.gpus)
 
     @property
     def save_every(self) -> float:
-        """Seconds between saves at which the least is lost, at least 60: the root of 2 x stall x time between failures.
-
-        J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
-        """
-        return max(60.0, sqrt(2 * _STALL * self._between_failures))
+        """Seconds between saves."""
+        return self.failures.save_every
 
     @property
     def goodput(self) -> float:
-        """The part of the time that is not lost to saves, repeated steps and restarts."""
-        return 1 - _STALL / self.save_every - (self.save_every / 2 + _RESTART) / self._between_failures
+        """The part of the time that is not lost to saves, repeated steps and restarts; 0 if the run does not get on."""
+        return self.failures.goodput
 
     @property
     def links(self) -> dict[str, float]:
@@ -125,9 +151,7 @@ class RunPlan:
             "memory": {**self.best.memory.kinds, "activations": self.best.memory.activations},
             "needed_bytes": self.best.memory.needed,
             "sent_bytes": self.links,
-            "days": self.seconds / _DAY,
-            "gpu_hours": self.seconds / 3600 * self.cluster.gpus,
-            "cost": self.seconds / 3600 * self.cluster.gpus * self.goal.price,
+            **self._whole_run,
             "save_every_seconds": self.save_every,
             "goodput": self.goodput,
             "least_gpus": self.least[0],
@@ -137,6 +161,13 @@ class RunPlan:
                 {"config": candidate_config(one.candidate), "step_seconds": one.step.seconds} for one in self.others
             ],
         }
+
+    @property
+    def _whole_run(self) -> dict[str, float | None]:
+        """Days, GPU-hours and cost; None if the run does not get on."""
+        hours = self.seconds / 3600 * self.cluster.gpus
+        found = {"days": self.seconds / _DAY, "gpu_hours": hours, "cost": hours * self.goal.price}
+        return dict.fromkeys(found) if isinf(self.seconds) else {**found}
 
     def page(self) -> Iterator[str]:
         """Yield the lines to print."""
@@ -151,12 +182,7 @@ class RunPlan:
             lacking = f"is no published run with {goal.kernels.value} kernels on {cluster.gpu.name}"
             few = "are too few published runs of mixtures of experts to fit"
             yield f"  not calibrated: there {few if self.shape.experts > 1 else lacking}"
-        if goal.tokens:
-            hours = self.seconds / 3600 * cluster.gpus
-            price = f", {hours * goal.price:,.0f} at {goal.price:g} a GPU-hour" if goal.price else ""
-            yield f"  {goal.tokens:.3g} tokens: {self.seconds / _DAY:.3g} days, {hours:,.0f} GPU-hours{price}"
-        every = self.save_every / 60
-        yield f"  save every {every:.0f} minutes: then {self.goodput:.1%} of the time is not lost to failures"
+        yield from self._until_the_end()
         yield from self._sizes()
         yield "where the time goes"
         for cause, seconds in sorted(best.step.causes.items(), key=lambda item: -item[1]):
@@ -177,6 +203,20 @@ class RunPlan:
             f"  {one.step.seconds / best.step.seconds:>5.2f} x the time: {named(one.candidate)}" for one in self.others
         )
 
+    def _until_the_end(self) -> Iterator[str]:
+        """Yield what is said of the whole run."""
+        goal, failures = self.goal, self.failures
+        if not failures.goodput:
+            fails = f"one of the GPUs fails every {failures.between:,.0f} s"
+            yield f"  the run does not get on: {fails}, and a restart takes {_RESTART:.0f} s"
+            return
+        if goal.tokens:
+            hours = self.seconds / 3600 * self.cluster.gpus
+            price = f", {hours * goal.price:,.0f} at {goal.price:g} a GPU-hour" if goal.price else ""
+            yield f"  {goal.tokens:.3g} tokens: {self.seconds / _DAY:.3g} days with failures, {hours:,.0f} GPU-hours{price}"
+        every = failures.save_every / 60
+        yield f"  save every {every:.0f} minutes: then {failures.goodput:.1%} of the time is not lost to failures"
+
     def _picture(self) -> Iterator[str]:
         """Yield the command that draws the step of a pipeline."""
         c, step = self.best.candidate, self.best.step
@@ -191,7 +231,7 @@ class RunPlan:
         alone, beside = (f"{gpus} {self.cluster.gpu.name}" if gpus else "none" for gpus in self.least)
         yield f"  the least that fits: {alone}; with optimizer states in host memory: {beside}"
         if self.goal.days:
-            found = f"{self.for_deadline} GPUs" if self.for_deadline else f"not even {_MOST_GPUS:,} GPUs do"
+            found = counted(self.for_deadline, "GPU") if self.for_deadline else f"not even {_MOST_GPUS:,} GPUs do"
             yield f"  for {self.goal.days:g} days: {found}"
 
 
@@ -269,7 +309,7 @@ def plan_run(model: Any, cluster: Cluster | str, goal: Goal | Mapping[str, Any] 
         tuple(_different(found)),
         len(found),
         (least_gpus(shape, cluster, replace(goal, offload=False)), least_gpus(shape, cluster, replace(goal, offload=True))),
-        _for_deadline(shape, cluster, goal, calibration) if goal.days and goal.tokens else None,
+        _for_deadline(shape, cluster, goal, calibration, found[0]) if goal.days and goal.tokens else None,
     )
 
 
@@ -324,19 +364,25 @@ def _read_goal(goal: Mapping[str, Any]) -> Goal:
     return Goal(**goal)
 
 
-def _for_deadline(shape: ModelShape, cluster: Cluster, goal: Goal, calibration: Calibration) -> int | None:
-    """Return the least of 1, 2, 3, 4, 6, 8, 12 ... nodes on which the run is over in ``goal.days``; None if none is."""
+def _seconds(goal: Goal, best: Timed, failures: FailureModel) -> float:
+    """Return the seconds of a whole run, with what failures cost; infinite if it does not get on."""
+    return goal.tokens / best.tokens_per_second / failures.goodput if failures.goodput else inf
+
+
+def _for_deadline(shape: ModelShape, cluster: Cluster, goal: Goal, calibration: Calibration, best: Timed) -> int | None:
+    """Return the least number of GPUs with which the run is over in ``goal.days``; None if none is. See ``sizes_up_to``.
+
+    ``best``: what was found for those of ``cluster``.
+    """
     least = goal.tokens * shape.flops_per_token(goal.sequence) / (goal.days * _DAY * cluster.gpu.peak * _MOST_MFU)
-    for nodes in sorted({1, *(count << power for count in (2, 3) for power in range(16))}):
-        gpus = nodes * cluster.per_node
-        if gpus > _MOST_GPUS:
-            break
-        if gpus < least:
+    for gpus in sizes_up_to(_MOST_GPUS, cluster, (2, 3)):
+        failures = FailureModel.of(goal, gpus)
+        if gpus < least or not failures.goodput:
             continue
         try:
-            best = search(shape, replace(cluster, gpus=gpus), replace(goal, batch=0), calibration, simulated=1)[0]
+            found = best if gpus == cluster.gpus else search(shape, replace(cluster, gpus=gpus), goal, calibration)[0]
         except DoesNotFitError:
             continue
-        if goal.tokens / best.tokens_per_second <= goal.days * _DAY:
+        if _seconds(goal, found, failures) <= goal.days * _DAY:
             return gpus
     return None

@@ -2,8 +2,9 @@
 
 [Note: dominance]
 At equal degrees and micro-batches, keeping activations is never slower than computing them again, and states on the device
-are never slower than states in host memory, which are never slower than with parameters there or states on disks. So the
-first of these that fits is the only one to be timed.
+are never slower than elsewhere, nor are states in host memory than on disks. Of what differs in one of the two only, the
+first that fits is timed. What computes more again and has states nearer is neither slower nor faster for certain: each
+placement is looked at for as long as less is computed again than with those that are never slower.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .step_time import StepModel, StepTime
 
 _LARGEST_MICRO_BATCH = 64  # sequences
 _CHUNKS = (1, 2, 3, 4, 6, 8)
-_MOST_DOUBLINGS = 15
+_MOST_GPUS = 1 << 15  # that are looked at for the least that fits
 _LONG = 16384  # tokens from which on sequences are divided
 # What is computed again, the least first. A compiled block does not show its single operations.
 _ORDER, _COMPILED_ORDER = ("none", "selective", "full"), ("none", "every_n", "full")
@@ -73,7 +74,8 @@ class Timed:
 def search(
     shape: ModelShape, cluster: Cluster, goal: Goal, calibration: Calibration | None = None, simulated: int = 50
 ) -> list[Timed]:
-    """Return what fits, the fastest first. The schedules of the first ``simulated`` are simulated.
+    """Return what fits, the fastest first. The schedules of the first ``simulated`` are simulated, and of all that may be
+    faster than these.
 
     Raises DoesNotFitError if nothing does.
     """
@@ -88,10 +90,12 @@ def search(
             "memory, shorter sequences, or a batch that more degrees divide."
         )
     found.sort(key=lambda one: one.step.seconds)
-    best = [
-        replace(one, step=StepModel(shape, one.candidate, cluster, calibration).simulated()) for one in found[:simulated]
-    ]
-    return sorted(best, key=lambda one: one.step.seconds) + found[simulated:]
+    best: list[Timed] = []
+    for number, one in enumerate(found):
+        if number >= simulated and one.step.seconds >= min(other.step.seconds for other in best):
+            break
+        best.append(replace(one, step=StepModel(shape, one.candidate, cluster, calibration).simulated()))
+    return sorted(best, key=lambda one: one.step.seconds) + found[len(best) :]
 
 
 def fitting(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[tuple[RunCandidate, Footprint]]:
@@ -99,15 +103,34 @@ def fitting(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[tuple[R
     for candidate in degrees(shape, cluster, goal):
         if candidate.sequence_parallel and not has_blocks_everywhere(shape, candidate):
             continue
-        for placed in _placements(candidate, cluster, goal):
-            one = _first_that_fits(shape, cluster, placed)
-            if one is not None:
-                yield one
+        yield from _placed(shape, cluster, [*_placements(candidate, cluster, goal)])
+
+
+def _placed(
+    shape: ModelShape, cluster: Cluster, placements: list[RunCandidate]
+) -> Iterator[tuple[RunCandidate, Footprint]]:
+    """Yield those of ``placements`` that fit and are not dominated, each with the least that it computes again."""
+    found: list[tuple[RunCandidate, int]] = []
+    for placed in placements:
+        order = _COMPILED_ORDER if placed.kernels is KernelGeneration.FUSED else _ORDER
+        dominated = min((again for other, again in found if _never_slower(other, placed)), default=len(order))
+        for again, checkpointing in enumerate(order[:dominated]):
+            candidate = replace(placed, checkpointing=checkpointing)
+            memory = footprint(shape, candidate)
+            if fits(memory, cluster):
+                found.append((placed, again))
+                yield candidate, memory
                 break
 
 
+def _never_slower(one: RunCandidate, other: RunCandidate) -> bool:
+    """True if states of ``one`` are where they are never slower than those of ``other``. See [Note: dominance]."""
+    nearer = one.states_on_disk <= other.states_on_disk and one.offload_params == other.offload_params
+    return nearer or not one.offload_optimizer
+
+
 def _placements(candidate: RunCandidate, cluster: Cluster, goal: Goal) -> Iterator[RunCandidate]:
-    """Yield where states and parameters may be, the fastest first. See [Note: dominance].
+    """Yield where states and parameters may be, each before those that it dominates. See [Note: dominance].
 
     One replica has nothing to divide: it is at stage 2 for gradients that leave the device, at 3 for parameters that do.
     """
@@ -128,15 +151,6 @@ def _placements(candidate: RunCandidate, cluster: Cluster, goal: Goal) -> Iterat
 def has_blocks_everywhere(shape: ModelShape, candidate: RunCandidate) -> bool:
     """True if each stage has a block. Where one has none, tensor ranks have no rows to divide, and zerorun refuses it."""
     return min(layers_of_stages(shape, candidate.pipe, candidate.chunks)) > 0
-
-
-def _first_that_fits(shape: ModelShape, cluster: Cluster, base: RunCandidate) -> tuple[RunCandidate, Footprint] | None:
-    for checkpointing in _COMPILED_ORDER if base.kernels is KernelGeneration.FUSED else _ORDER:
-        candidate = replace(base, checkpointing=checkpointing)
-        memory = footprint(shape, candidate)
-        if fits(memory, cluster):
-            return candidate, memory
-    return None
 
 
 def fits(memory: Footprint, cluster: Cluster) -> bool:
@@ -225,12 +239,26 @@ def _chunks(shape: ModelShape, pipe: int, micro_batches: int) -> list[int]:
     return [v for v in _CHUNKS if v == 1 or shape.layers >= pipe * v]
 
 
+def sizes_up_to(most: int, cluster: Cluster, factors: tuple[int, ...]) -> list[int]:
+    """Return numbers of GPUs, ascending: parts of one node, whole nodes, and that of ``cluster``.
+
+    They are the powers of 2 in a node, and ``factors`` times powers of 2 of nodes.
+    """
+    powers = [1 << power for power in range(most.bit_length())]
+    parts = [count for count in powers if count < cluster.per_node]
+    nodes = {factor * power for factor in factors for power in powers}
+    whole = [count * cluster.per_node for count in nodes if count * cluster.per_node <= most]
+    return sorted({*parts, *whole, cluster.gpus})
+
+
 def least_gpus(shape: ModelShape, cluster: Cluster, goal: Goal) -> int | None:
-    """Return the least number of GPUs that fits, of 1, 2, 4, 8, ...; None if there is none. Each has one sequence."""
-    for power in range(_MOST_DOUBLINGS + 1):
-        gpus = 1 << power
-        whole = gpus <= cluster.per_node or gpus % cluster.per_node == 0
-        states = replace(goal, batch=gpus, offload_params=False)
-        if whole and any(True for _ in fitting(shape, replace(cluster, gpus=gpus, disk=0.0), states)):
-            return gpus
+    """Return the least number of GPUs that fits; None if there is none. See ``sizes_up_to``.
+
+    Each has one sequence, or a step has those of the goal, if they are fewer. Parameters stay on the GPUs.
+    """
+    for gpus in sizes_up_to(_MOST_GPUS, cluster, (1,)):
+        for batch in {gpus, min(goal.batch or gpus, gpus)}:
+            states = replace(goal, batch=batch, offload_params=False)
+            if any(True for _ in fitting(shape, replace(cluster, gpus=gpus, disk=0.0), states)):
+                return gpus
     return None
