@@ -2418,6 +2418,14 @@ MUTANTS = (
         ("tests/unit/test_plan_search.py::test_a_deadline_counts_batches_and_failures",),
     ),
     Mutant(
+        "falcon-with-all-heads-of-keys",
+        "swallowed",
+        "zerorun/planner/model_kinds.py",
+        '        if self.multi_query and config.get("multi_query", True) and not config.get("new_decoder_architecture"):',
+        '        if config.get("multi_query") and not config.get("new_decoder_architecture"):',
+        ("tests/unit/test_model_kinds.py::test_a_kind_has_the_parameters_of_its_class",),
+    ),
+    Mutant(
         "gpipe-keeps-what-1f1b-keeps",
         "bytes",
         "zerorun/planner/footprint.py",

@@ -151,7 +151,7 @@ def test_shapes_have_the_parameters_of_their_models() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("model_type", "jamba", "model_type = 'jamba': of mixtures, blocks are known of mixtral, "),
+        ("model_type", "jamba", "model_type = 'jamba': of mixtures, blocks are known of deepseek_v2, "),
         ("decoder_sparse_step", 2, r"decoder_sparse_step = 2: blocks \[0, 2, .* have no experts"),
         ("mlp_only_layers", [5], r"mlp_only_layers = \[5\]: blocks \[5\] have no experts"),
         ("moe_layer_freq", 2, "moe_layer_freq = 2: not every block has experts"),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
 from typing import Any
+
+from ..errors import ConfigError, ConfigProblem
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,11 @@ class ModelShape:
     dense_ffn: int = 0
     expert_biases: bool = False
     corrected: bool = False
+
+    def __post_init__(self) -> None:
+        problems = [*_wrong_numbers(self)]
+        if problems:
+            raise ConfigError(problems, "ModelShape")
 
     @cached_property
     def kinds(self) -> tuple[ModelShape, ...]:
@@ -216,3 +224,29 @@ def _layer(name: str, shape: tuple[int, int], divided: int, *, bias: bool) -> li
     """Return the parameters of a linear layer. Ranks that divide its inputs have all of its bias."""
     own = Weight(f"{name} bias", shape[:1], None if divided else 0, summed="rows" if divided else "")
     return [Weight(name, shape, divided), *([own] if bias else [])]
+
+
+_FROM_1 = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "matrices", "vocab", "experts", "used_experts")
+
+
+def _wrong_numbers(shape: ModelShape) -> Iterator[ConfigProblem]:
+    """Yield the numbers of ``shape`` that are none, and those that do not go together."""
+    problems = []
+    for one in fields(shape):
+        value, least = getattr(shape, one.name), int(one.name in _FROM_1)
+        if one.type == "int" and (type(value) is not int or value < least):
+            problems.append(ConfigProblem(one.name, value, f"is no whole number from {least} on.", "give one."))
+    if problems:
+        yield from problems
+        return
+    if shape.heads % shape.kv_heads:
+        reason = f"does not divide {shape.heads} heads."
+        yield ConfigProblem("kv_heads", shape.kv_heads, reason, "give a divisor of the heads.")
+    if shape.used_experts > shape.experts:
+        reason = f"is more than {shape.experts} experts."
+        yield ConfigProblem("used_experts", shape.used_experts, reason, "give at most as many.")
+    if shape.dense_layers >= shape.layers:
+        reason = f"leaves none of {shape.layers} blocks with experts."
+        yield ConfigProblem("dense_layers", shape.dense_layers, reason, "give fewer.")
+    if shape.dense_layers and not shape.dense_ffn:
+        yield ConfigProblem("dense_ffn", 0, "is no width of blocks without experts.", "give it.")
