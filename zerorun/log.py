@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import os
 import signal
 import sys
@@ -129,6 +130,25 @@ def positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
     return int(text)
+
+
+def amount(text: str) -> float:
+    """Parse a command-line argument that must be a finite number from 0 on."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found) or found < 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number from 0 on")
+    return found
+
+
+def above_zero(text: str) -> float:
+    """Parse a command-line argument that must be a finite number above 0."""
+    found = amount(text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text!r} is not above 0")
+    return found
 
 
 def counted(number: int, noun: str, plural: str = "s") -> str:

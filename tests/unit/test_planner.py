@@ -26,6 +26,7 @@ from zerorun.planner.links import RankGroup, all_reduce_seconds, bandwidth, exch
 from zerorun.planner.model_configs import read_shape, shape_of
 from zerorun.planner.model_shape import ModelShape
 from zerorun.planner.published import PublishedRun, published_runs
+from zerorun.planner.search import Goal
 from zerorun.planner.step_time import StepModel, step_time
 
 ROOT = Path(__file__).parents[2]
@@ -126,10 +127,35 @@ def test_runs_on_other_accelerators_are_left_out(tmp_path: Path) -> None:
 
 def test_a_row_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = RUNS.read_text(encoding="utf-8").splitlines()
-    path = tmp_path / "runs.csv"
-    path.write_text("\n".join([lines[1], lines[2].replace(",32,", ",many,", 1)]), encoding="utf-8")
-    assert cli.main(["--predict", str(path), "--out", str(tmp_path / "out.csv")]) == 2
-    assert "row lf020 = \"could not convert string to float: 'many'\": is no run." in capsys.readouterr().err
+    path, out = tmp_path / "runs.csv", tmp_path / "out.csv"
+    good = dict(zip(lines[1].split(","), lines[2].split(","), strict=False))
+    wrong = {
+        "layers": ("many", "is no finite number"),
+        "hidden": ("3.5", "is no whole number from 1 on"),
+        "vocab": ("-3", "is no whole number from 1 on"),
+        "seq": ("nan", "is no finite number"),
+        "kv_heads": ("3", "does not divide 32 heads"),
+        "zero": ("7", "is no stage"),
+        "precision": ("int3", "is not known. Remedy: use bf16, bf16-pure"),
+        "offload": ("optimizer:nvme", "is not known. Remedy: use none, optimizer:cpu"),
+        "nic_gbps_per_node": ("0", "is not above 0"),
+        "gpus": ("9", "are not the 1 x 1 x 1 x 8 tensor ranks, context ranks, stages and replicas"),
+    }
+    rows = [good, *({**good, "id": f"bad {key}", key: value} for key, (value, _) in wrong.items())]
+    text = "\n".join([lines[1], *(",".join(row.values()) for row in rows)])
+    path.write_text(text, encoding="utf-8")
+    assert cli.main(["--predict", str(path), "--out", str(out)]) == 2
+    said = capsys.readouterr().err
+    assert f"{len(wrong)} problems" in said and not out.exists()  # one for each row
+    for key, (value, reason) in wrong.items():
+        shown = value if key in ("zero", "kv_heads", "gpus") else repr(value)
+        assert f"row bad {key}: {key} = {shown}: {reason}" in said
+    path.write_text("id,gpu\n1,H100\n")
+    assert cli.main(["--predict", str(path), "--out", str(out)]) == 2
+    assert "row 1: nic_gbps_per_node = None: is missing" in capsys.readouterr().err
+    path.write_bytes(b"\xc5\x00\x01")
+    assert cli.main(["--predict", str(path), "--out", str(out)]) == 2
+    assert "is no table: 'utf-8' codec can't decode" in capsys.readouterr().err
 
 
 # -- models and clusters -----------------------------------------------------------------------------------------
@@ -193,6 +219,8 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
         read_shape(path)
     for text, reason in (
         ("384H100", "is no number of GPUs"),
+        ("²xH100", "is no number of GPUs"),
+        ("99999999999999xH100", "is no number of GPUs up to 1,048,576"),
         ("8xV100", "is not in the table of GPUs"),
         ("12xH100", "does not fill nodes of 8 GPUs"),
     ):
@@ -200,6 +228,41 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
             cluster_of(text)
     assert cluster_of("384xh100").nodes == 48
     assert cluster_of("16xA100-40", nics_gbps=400).nics == 50 * GB
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("--failure-hours=inf", "--failure-hours=0", "--nics=0", "--tokens=-1e9", "--tokens=nan", "--price=-2"),
+        *("--days=-3", "--days=nan", "--disk=-5", "--disk=inf", "--batch=0", "--sequence=1.5", "--gpus-per-node=0"),
+    ],
+)
+def test_arguments_that_are_no_numbers_are_told(argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--model", "config.json", "--gpus", "16xH100", argument])
+    assert ended.value.code == 2
+    name, value = argument.split("=")
+    assert f"argument {name}: '{value}' is not " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("goal", "reason"),
+    [
+        ({"tokens": -1.0}, r"goal\.tokens = -1.0: is no finite number from 0 on"),
+        ({"days": float("nan")}, r"goal\.days = nan: is no finite number from 0 on"),
+        ({"failure_hours": float("inf")}, r"goal\.failure_hours = inf: is no finite number above 0"),
+        ({"sequence": 0, "batch": True}, r"goal\.sequence = 0: is no whole .*\n.*goal\.batch = True: is no whole"),
+        ({"precision": "int3"}, r"goal\.precision = 'int3': is not known"),
+    ],
+)
+def test_goals_that_are_no_numbers_are_told(goal: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        Goal(**goal)
+
+
+def test_clusters_that_are_no_numbers_are_told() -> None:
+    with pytest.raises(ConfigError, match=r"gpus = 0: is no whole.*\n.*nics = 0.0: is no finite.*\n.*disk = -1.0: is no"):
+        Cluster(GPUS["H100"], 0, nics=0.0, disk=-1.0)
 
 
 # -- this machine ------------------------------------------------------------------------------------------------

@@ -39,11 +39,13 @@ class FailureModel:
 
     @property
     def save_every(self) -> float:
-        """Seconds between saves at which the least is lost, at least 60: the root of 2 x stall x time between failures.
+        """Seconds between saves at which the least is lost: the root of 2 x stall x time between failures.
+
+        At least a minute, and at most a day.
 
         J. W. Young, A first order approximation to the optimum checkpoint interval, CACM 17(9), 1974.
         """
-        return max(60.0, sqrt(2 * _STALL * self.between))
+        return min(max(60.0, sqrt(2 * _STALL * self.between)), _DAY)
 
     @property
     def goodput(self) -> float:
@@ -348,14 +350,9 @@ def _shape(model: Any) -> ModelShape:
 
 
 def _goal(goal: Goal | Mapping[str, Any] | None) -> Goal:
-    found = goal if isinstance(goal, Goal) else _read_goal(goal or {})
-    if not found.failure_hours > 0:
-        remedy = "give the GPU-hours between two failures."
-        raise ConfigError([ConfigProblem("goal.failure_hours", found.failure_hours, "is not above 0.", remedy)])
-    return found
-
-
-def _read_goal(goal: Mapping[str, Any]) -> Goal:
+    if isinstance(goal, Goal):
+        return goal
+    goal = goal or {}
     known = [field.name for field in fields(Goal)]
     unknown = [key for key in goal if key not in known]
     if unknown:

@@ -8,6 +8,7 @@ from enum import Enum
 from ..pipeline.schedule.schedules import INTERLEAVED, ZERO_BUBBLE
 
 DISK = "/local_nvme"  # the folder of a node's disks that configurations name
+PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32", "fp8")  # that can be planned
 # What a runtime hides behind the computation.
 REDUCTIONS, GATHERS, TENSOR = "reductions", "gathers", "tensor"
 

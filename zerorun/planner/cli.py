@@ -12,18 +12,17 @@ from functools import partial
 from pathlib import Path
 
 from zerorun.errors import ConfigError, ConfigProblem
-from zerorun.log import command_parser, counted, positive, run_command
+from zerorun.log import above_zero, amount, command_parser, counted, positive, run_command
 
 from .answer import RunPlan, plan_run
 from .calibration import fitted
-from .candidate import KernelGeneration
+from .candidate import PRECISIONS, KernelGeneration
 from .comparison import compared
 from .hardware import GB, cluster_of
 from .published import published_runs
 from .search import Goal
 
 FAILED = 2
-_PRECISIONS = ("bf16", "bf16-pure", "fp16", "fp32", "fp8")
 _DESCRIPTION = """\
 Find the fastest configuration of a model on a cluster that fits into memory:
 its JSON file, the time of a step and what it goes into, days and GPU-hours.
@@ -49,16 +48,22 @@ def build_parser() -> argparse.ArgumentParser:
     add("--gpus", metavar="NxGPU", help="such as 384xH100")
     add("--sequence", type=positive, default=4096, metavar="N", help="tokens of a sequence (default: 4096)")
     add("--batch", type=positive, default=0, metavar="N", help="sequences of a step (default: about 4M tokens)")
-    add("--tokens", type=float, default=0.0, metavar="N", help="tokens of the whole run, such as 1e12")
-    add("--precision", choices=_PRECISIONS, default="bf16", help="of weights and activations (default: bf16)")
+    add("--tokens", type=amount, default=0.0, metavar="N", help="tokens of the whole run, such as 1e12")
+    add("--precision", choices=PRECISIONS, default="bf16", help="of weights and activations (default: bf16)")
     add("--compile", action="store_true", help="blocks are compiled")
     add("--no-offload", action="store_true", help="keep optimizer states on the GPUs")
-    add("--disk", type=float, default=0.0, metavar="GBS", help="gigabytes per second of a node's disks, for states")
-    add("--nics", type=float, metavar="GBPS", help="gigabits per second of all network cards of a node")
+    add("--disk", type=amount, default=0.0, metavar="GBS", help="gigabytes per second of a node's disks, for states")
+    add("--nics", type=above_zero, metavar="GBPS", help="gigabits per second of all network cards of a node")
     add("--gpus-per-node", type=positive, default=8, metavar="N", help="default: 8")
-    add("--days", type=float, default=0.0, metavar="N", help="say how many GPUs are done with --tokens in so many days")
-    add("--price", type=float, default=0.0, metavar="N", help="of a GPU-hour")
-    add("--failure-hours", type=float, default=Goal.failure_hours, metavar="N", help="GPU-hours between failures (50700)")
+    add("--days", type=amount, default=0.0, metavar="N", help="say how many GPUs are done with --tokens in so many days")
+    add("--price", type=amount, default=0.0, metavar="N", help="of a GPU-hour")
+    add(
+        "--failure-hours",
+        type=above_zero,
+        default=Goal.failure_hours,
+        metavar="N",
+        help="GPU-hours between failures (50700)",
+    )
     add("--compare", metavar="FILE", help="a configuration to compare the best one with")
     add("--write", metavar="FILE", help="write the configuration")
     add("--picture", metavar="FILE", help="draw a step and its memory (.svg or .png)")

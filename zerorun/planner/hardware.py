@@ -17,8 +17,10 @@ from typing import Any
 from ..errors import ConfigError, ConfigProblem
 from ..log import counted
 from ..ops.build import cache_folder
+from .number_checks import not_finite, not_whole
 
 GB, TB = 1e9, 1e12
+_MOST_GPUS = 1 << 20
 LOCAL = "local"  # the name of the GPU of this machine, or of its CPU, once it has been measured
 
 
@@ -101,6 +103,15 @@ class Cluster:
     host_bandwidth: float = 145 * GB
     disk: float = 0.0
 
+    def __post_init__(self) -> None:
+        problems = [
+            *not_whole({"gpus": self.gpus, "per_node": self.per_node}, 1),
+            *not_finite({"nics": self.nics, "host_bandwidth": self.host_bandwidth}, may_be_0=False),
+            *not_finite({"host_memory": self.host_memory, "disk": self.disk}, may_be_0=True),
+        ]
+        if problems:
+            raise ConfigError(problems, "Cluster")
+
     @property
     def nodes(self) -> int:
         return -(-self.gpus // self.per_node)
@@ -146,8 +157,11 @@ def gpu_of(name: str, ranks: int = 1) -> Gpu:
 def cluster_of(text: str, *, nics_gbps: float | None = None, per_node: int = 8) -> Cluster:
     """Read "384xH100". ``nics_gbps``: gigabits per second of all cards of a node, one way. Raises ConfigError."""
     count, _, name = text.partition("x")
-    if not count.isdigit() or int(count) < 1 or not name:
-        raise ConfigError([ConfigProblem("gpus", text, "is no number of GPUs.", "write it as 384xH100.")])
+    is_count = count.isascii() and count.isdecimal() and 1 <= int(count[:10]) <= _MOST_GPUS
+    if not is_count or not name:
+        raise ConfigError(
+            [ConfigProblem("gpus", text, f"is no number of GPUs up to {_MOST_GPUS:,}.", "write it as 384xH100.")]
+        )
     number = int(count)
     gpu = gpu_of(name, min(number, per_node))
     if number > per_node and number % per_node:

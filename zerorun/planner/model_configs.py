@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import ConfigError, ConfigProblem
 from .model_kinds import KINDS, ModelKind
 from .model_shape import LatentAttention, ModelShape
+from .number_checks import not_whole
 
 # Names of the same number in the configurations of models.
 _NAMES = {
@@ -147,12 +148,10 @@ def _missing(config: dict[str, Any]) -> Iterator[ConfigProblem]:
         given = next((name for name in names if config.get(name) is not None), None)
         if given is None:
             yield ConfigProblem(names[0], None, "is not in the configuration of the model.", "give it.")
-        elif type(config[given]) is not int or config[given] < 1:
-            yield ConfigProblem(given, config[given], "is no whole number from 1 on.", "give one.")
-    for name in sorted({*_NUMBERS} - {*_LATENT}):
-        value = config.get(name)
-        if value is not None and (type(value) is not int or value < 0):
-            yield ConfigProblem(name, value, "is no whole number from 0 on.", "give one.")
+        else:
+            yield from not_whole({given: config[given]}, 1)
+    others = {name: config[name] for name in sorted({*_NUMBERS} - {*_LATENT}) if config.get(name) is not None}
+    yield from not_whole(others, 0)
     chosen = config.get("mlp_only_layers")
     if chosen is not None and not (isinstance(chosen, list) and all(type(block) is int for block in chosen)):
         yield ConfigProblem("mlp_only_layers", chosen, "is no list of numbers of blocks.", "give one.")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
 
 from ..errors import ConfigError, ConfigProblem
+from .number_checks import not_whole
 
 
 @dataclass(frozen=True)
@@ -226,19 +227,22 @@ def _layer(name: str, shape: tuple[int, int], divided: int, *, bias: bool) -> li
     return [Weight(name, shape, divided), *([own] if bias else [])]
 
 
+_FROM_0 = ("gains", "final_gains", "positions", "rotary", "shared_ffn", "dense_layers", "dense_ffn")
 _FROM_1 = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "matrices", "vocab", "experts", "used_experts")
 
 
 def _wrong_numbers(shape: ModelShape) -> Iterator[ConfigProblem]:
     """Yield the numbers of ``shape`` that are none, and those that do not go together."""
-    problems = []
-    for one in fields(shape):
-        value, least = getattr(shape, one.name), int(one.name in _FROM_1)
-        if one.type == "int" and (type(value) is not int or value < least):
-            problems.append(ConfigProblem(one.name, value, f"is no whole number from {least} on.", "give one."))
+    from_1 = {name: getattr(shape, name) for name in _FROM_1}
+    from_0 = {name: getattr(shape, name) for name in _FROM_0}
+    problems = [*not_whole(from_1, 1), *not_whole(from_0, 0)]
     if problems:
         yield from problems
         return
+    if shape.matrices not in (2, 3):
+        yield ConfigProblem(
+            "matrices", shape.matrices, "is no number of matrices of an MLP.", "give 2, or 3 if it is gated."
+        )
     if shape.heads % shape.kv_heads:
         reason = f"does not divide {shape.heads} heads."
         yield ConfigProblem("kv_heads", shape.kv_heads, reason, "give a divisor of the heads.")

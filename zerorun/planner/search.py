@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ..config.degrees import degrees_for_experts, divisors
-from ..errors import DoesNotFitError
+from ..errors import ConfigError, ConfigProblem, DoesNotFitError
 from ..pipeline.schedule.schedules import ZERO_BUBBLE
 from .calibration import Calibration, calibration_of
-from .candidate import GATHERS, REDUCTIONS, KernelGeneration, RunCandidate
+from .candidate import GATHERS, PRECISIONS, REDUCTIONS, KernelGeneration, RunCandidate
 from .footprint import Footprint, footprint, layers_of_stages
 from .hardware import Cluster
 from .model_shape import ModelShape
+from .number_checks import not_finite, not_whole
 from .step_time import StepModel, StepTime
 
 _LARGEST_MICRO_BATCH = 64  # sequences
@@ -51,6 +52,21 @@ class Goal:
     price: float = 0.0
     days: float = 0.0
     failure_hours: float = 50_700.0
+
+    def __post_init__(self) -> None:
+        amounts = {f"goal.{name}": getattr(self, name) for name in ("tokens", "price", "days")}
+        problems = [
+            *not_whole({"goal.sequence": self.sequence}, 1),
+            *not_whole({"goal.batch": self.batch}, 0),
+            *not_finite(amounts, may_be_0=True),
+            *not_finite({"goal.failure_hours": self.failure_hours}, may_be_0=False),
+        ]
+        for name, known in (("precision", PRECISIONS), ("kernels", (*KernelGeneration,))):
+            if getattr(self, name) not in known:
+                remedy = f"use {', '.join(known)}."
+                problems.append(ConfigProblem(f"goal.{name}", getattr(self, name), "is not known.", remedy))
+        if problems:
+            raise ConfigError(problems, "goal")
 
     def batch_on(self, gpus: int) -> int:
         """Return the sequences of a step."""
