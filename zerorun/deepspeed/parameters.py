@@ -19,7 +19,9 @@ from ..plan.weights import inside, packed_buffers
 from ..zero.access import owned_part
 from ..zero.init import part_of, partitioned_as
 from ..zero.placeholders import UnsavedPlaceholder, placeholder
+from ..zero.runtime import Runtime
 from ..zero.sharded_model import ParameterHome, ShardedModel, find
+from ..zero.state_dicts import ModuleHook
 
 
 class ZeroParamStatus(enum.Enum):
@@ -136,18 +138,30 @@ def show_placeholders(engine: Engine) -> None:
     if not runtime.plan.shares_params:
         return
 
-    def after(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        if runtime.guard.state_dict_allowed:  # the engine's own, which puts the full values in
+    runtime.guard.show_placeholders()
+    hook = MarkPlaceholders(runtime)
+    runtime.keep(layer.register_state_dict_post_hook(hook) for layer in engine.module.modules())
+
+
+class MarkPlaceholders(ModuleHook):
+    """Called for the state dict of a module, and of each inside it: no placeholder is saved with it."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        if self._runtime.guard.state_dict_allowed:  # the engine's own, which puts the full values in
             return
         for name, param in (*module.named_parameters(remove_duplicate=False), *packed_buffers(module).items()):
-            if prefix + name in state and any(is_away(tensor) for _, tensor in inside(param)):
+            shown = state.get(prefix + name)
+            if shown is None or isinstance(shown, UnsavedPlaceholder):
+                continue
+            if any(_is_away(tensor) for _, tensor in inside(param)):
                 state[prefix + name] = placeholder(param).as_subclass(UnsavedPlaceholder)
 
-    def is_away(tensor: torch.Tensor) -> bool:
-        return find(tensor) is not None and _status(tensor) is ZeroParamStatus.NOT_AVAILABLE
 
-    runtime.guard.show_placeholders()
-    runtime.keep([engine.module.register_state_dict_post_hook(after)])
+def _is_away(tensor: torch.Tensor) -> bool:
+    return find(tensor) is not None and _status(tensor) is ZeroParamStatus.NOT_AVAILABLE
 
 
 def install() -> None:

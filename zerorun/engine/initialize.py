@@ -64,7 +64,6 @@ from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_u
 from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_experts, plan_layers, plan_sequences
 from ..startup.parallelized_model import ParallelizedModel
 from ..watch.board import Phase, board, during, limit_waits
-from ..zero.access import adopt_loaded_weights, guard_state_dict
 from ..zero.builder import build, map_shards
 from ..zero.disks import open_disk
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
@@ -77,6 +76,7 @@ from ..zero.pieces import OptimizerPiece, build_pieces
 from ..zero.runtime import Removable, Runtime, refuse_managed
 from ..zero.sharded_model import ShardedModel
 from ..zero.sharded_optimizer import PiecesInFp32, ShardedOptimizer
+from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
 from ..zero.unit import Unit, links_of
 from .accumulation import Accumulation, zero_grad_beside
 from .compilation import show_compilation
@@ -464,21 +464,25 @@ def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) ->
 
 def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) -> Iterator[Removable]:
     """Make the other changes of the module and the optimizer that are undone when the engine is destroyed."""
-    model, parts = sharded_model.module, sharded_model.parts
+    model = sharded_model.module
     sharded = sharded_model.optimizer
     if sharded is not None and not isinstance(sharded.optimizer, SinglePassOptimizer):
         yield OutsideStep(sharded_model, sharded)
-    # A PipelineModule is plainly a part; any other model that is cut or divided looks like the whole.
-    guarded = list(dict.fromkeys([model, getattr(model, "whole_model", model)]))
-    is_part = len(guarded) > 1 or bool(parts.shards)
-    for module in guarded:
-        yield guard_state_dict(module, sharded_model.runtime, is_part=is_part)
-    yield adopt_loaded_weights(model, sharded_model)
+    # A PipelineModule is plainly a part; a model that is cut looks like the whole.
+    whole = getattr(model, "whole_model", model)
+    for module in dict.fromkeys([model, whole]):
+        yield from guard_state_dict(module, sharded_model, _lacks_layers if whole is not model else lambda _: False)
+    yield from adopt_loaded_weights(model, sharded_model)
     keep_packing(model)
     for layer in followers(model):
         follow_memory(layer)
         yield layer.register_forward_pre_hook(follow_memory)
     yield from _recompute(model, config, device)
+
+
+def _lacks_layers(module: nn.Module) -> bool:
+    """True if other pipeline stages have some of the modules inside ``module``."""
+    return any(getattr(part, "is_elsewhere", False) for part in module.modules())
 
 
 def _note_batch_norm(model: nn.Module, topology: Topology) -> None:

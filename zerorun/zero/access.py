@@ -21,7 +21,7 @@ from .flat_group import FlatGroup, TrainedGroup, rounded
 from .init import Held, Init, divide_again, hold, take_values
 from .runtime import MADE_BY, Runtime
 from .sharded_model import ParameterHome, ShardedModel, find, model_of
-from .unit import Unit, finish_updates
+from .unit import Unit
 
 
 def compare_request(model: ShardedModel, function: str, wanted: Sequence[str]) -> None:
@@ -82,40 +82,6 @@ def full_state_dict(model: ShardedModel, *, keep: bool = True) -> dict[str, torc
         return values[id(tensor)] if id(tensor) in values else tensor.detach().to("cpu", copy=True)
 
     return {name: rebuilt(tensor, value_of) for name, tensor in found.items()}
-
-
-def guard_state_dict(module: nn.Module, runtime: Runtime, *, is_part: bool) -> Any:
-    """Make plain ``module.state_dict()`` return full tensors or raise, never placeholders. Returns the hook's handle.
-
-    ``is_part``: the model looks whole, but this rank has only a part of it.
-    """
-
-    def before(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        finish_updates(runtime.units)
-        runtime.made.states.bring_back(WEIGHTS)
-        guard, shown = runtime.guard, runtime.guard.placeholders_shown and not is_part
-        if (runtime.plan.shares_params or is_part) and not (guard.state_dict_allowed or shown):
-            what = "parts of the model, of which other ranks have the rest" if is_part else "placeholders"
-            where = "here" if is_part else "at stage 3"
-            raise ReleasedParameterError(
-                f"module.state_dict() {where} would hold {what}: no rank has the full weights. Remedy: call "
-                "engine.state_dict(), or engine.export(dir) for a Hugging Face model, on all ranks."
-            )
-
-    return module.register_state_dict_pre_hook(before)
-
-
-def adopt_loaded_weights(module: nn.Module, model: ShardedModel) -> Any:
-    """Let ``module.load_state_dict()`` also set masters that are not the weights themselves. Returns the hook's handle."""
-
-    def after(module: nn.Module, incompatible: Any) -> None:
-        model.make_ready()
-        for unit in model.units:
-            for flat_group in unit.trainable if unit.resident else ():
-                if not flat_group.plan.master_is_weight or flat_group.rest is not None:
-                    flat_group.keep_exact(flat_group.weight)
-
-    return module.register_load_state_dict_post_hook(after)
 
 
 class WholeValues:
@@ -209,10 +175,18 @@ def store_owned(flat_group: FlatGroup, entry: int, owned: torch.Tensor, value: t
             owned[piece.shard_start : piece.shard_start + piece.numel].copy_(part)
 
 
-def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor) -> None:
+def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor, *, exactly: bool) -> None:
+    """Let the weight at ``home`` be ``value``. ``exactly``: and the master, too; otherwise only where weights change."""
     flat_group = home.flat_group
     model.bring_back()
     model.comm.fence()
+    if isinstance(flat_group, TrainedGroup) and flat_group.has_more_than_weights:
+        if exactly:
+            exact = flat_group.exact  # of the others
+            store_owned(flat_group, home.entry, exact, value)
+            keep_owned(home, flat_group, exact)
+        else:
+            flat_group.take_weight(home.entry, value)
     weight = rounded(flat_group.plan, value)
     if home.unit.resident:
         entry_view(home, flat_group.full).copy_(weight)
@@ -220,10 +194,6 @@ def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor)
         store_owned(flat_group, home.entry, flat_group.shard, weight)
         if model.runtime.gathers.holds(home.unit):
             model.runtime.gathers.evict(home.unit.param_slot)
-    if isinstance(flat_group, TrainedGroup) and not (flat_group.plan.master_is_weight and flat_group.rest is None):
-        exact = flat_group.exact  # of the others
-        store_owned(flat_group, home.entry, exact, value)
-        keep_owned(home, flat_group, exact)
 
 
 def keep_owned(home: ParameterHome, flat_group: TrainedGroup, values: torch.Tensor) -> None:
@@ -282,7 +252,9 @@ class GatheredParameters:
                 flats[key] = _weights(model.runtime, home.unit, home.flat_group)
             view = entry_view(home, flats[key])
             value = model.parts.whole(managed, view)
-            if not home.unit.resident or value is not view:
+            # Where the master itself is shown, what it was before tells which of its elements the block has changed.
+            compares = self._modifier_rank is not None and home.flat_group.rest is not None
+            if not home.unit.resident or value is not view or compares:
                 value = value.clone()
                 managed.data = value
             model.runtime.guard.held.add(id(managed))
@@ -303,7 +275,7 @@ class GatheredParameters:
             elif kind is None and self._modifier_rank is not None:
                 fresh = now.to(value).contiguous()
                 _take_from(model, self._modifier_rank, fresh)
-                _store_weight(model, home, model.parts.part(param, fresh))
+                _store_weight(model, home, model.parts.part(param, fresh), exactly=False)
             elif kind is None and _checksum(now) != checksum:
                 edited.append(name)
             param.data = home.flat_group.views[home.entry] if home.unit.resident else home.flat_group.loud[home.entry]
@@ -424,7 +396,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     model, home = managed(param, "safe_set_full_fp32_param")
     refuse_copies(home)
-    _store_weight(model, home, model.parts.part(param, value))
+    _store_weight(model, home, model.parts.part(param, value), exactly=True)
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:

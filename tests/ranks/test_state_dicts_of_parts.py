@@ -1,0 +1,238 @@
+"""state_dict() and load_state_dict() of modules inside a sharded model, and what editing one weight does to the others."""
+
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from covering import by_day
+from harness import run_ranks
+from test_foreign_values import Layers, build
+from test_parallel_access import attempt, engine_of
+from torch import nn
+from training import PLACES, make_config, merged, placed
+
+import zerorun
+from zerorun.zero import GatheredParameters
+
+LR = 0.05
+MASTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("fp32", {}),
+    "bf16": ("bf16", {}),
+    "fp16": ("fp16", {}),
+    "bf16 alone": ("bf16", {"bf16_master_weights_and_grads": True}),
+    "Kahan": ("bf16", {"bf16_master_weights_and_grads": True, "rounding": "kahan"}),
+    "remainders": ("bf16", {"store_param_remainders": True}),
+}
+
+
+def data() -> torch.Tensor:
+    """The same on every rank, so that one process is the reference."""
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+
+
+def engine_in(place: str, masters: str, folder: Path, lr: float = LR) -> zerorun.Engine:
+    stage, zero = placed(place, folder)
+    precision, section = MASTERS[masters]
+    config = make_config(stage, precision=precision, optimizer="SGD", zero_optimization=zero)
+    changes: dict[str, Any] = {"optimizer": {"params": {"lr": lr, "momentum": 0.0, "weight_decay": 0.0}}}
+    return zerorun.initialize(build(), merged(config, changes | ({precision: section} if section else {})))
+
+
+def steps(engine: zerorun.Engine, count: int) -> None:
+    for _ in range(count):
+        engine.backward(engine(data().to(next(engine.module.parameters()).dtype)).float())
+        engine.step()
+
+
+def other_values() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(9)
+    return {name: torch.randn(value.shape, generator=generator) for name, value in build().blocks[1].state_dict().items()}
+
+
+def masters_of(engine: zerorun.Engine) -> dict[str, torch.Tensor]:
+    found = {name: zerorun.zero.safe_get_full_fp32_param(param) for name, param in engine.module.named_parameters()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+# -- loading -----------------------------------------------------------------------------------------------------
+
+
+def load_a_part(place: str, masters: str, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """(weights after two steps, the load, and two steps more; masters of the part after the load)"""
+    engine = engine_in(place, masters, folder)
+    steps(engine, 2)
+    module: Any = engine.module
+    module.blocks[1].load_state_dict(other_values())
+    loaded = {name: value for name, value in masters_of(engine).items() if name.startswith("blocks.1.")}
+    steps(engine, 2)
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights, loaded
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("place", [place for place in PLACES if "stage 3" not in place])
+@pytest.mark.parametrize("masters", MASTERS)
+def test_a_part_that_is_loaded_is_trained_from_there(place: str, masters: str, tmp_path: Path) -> None:
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=LR)
+    for number in range(4):
+        if number == 2:
+            plain.blocks[1].load_state_dict(other_values())
+        plain(data()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    error = 1e-6 if masters == "fp32" else 3e-2
+    dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(masters, torch.bfloat16)
+    for weights, loaded in run_ranks(2, load_a_part, place, masters, tmp_path):
+        for name, value in other_values().items():
+            assert torch.equal(loaded[f"blocks.1.{name}"], value.to(dtype).float())
+        for name, value in plain.state_dict().items():
+            torch.testing.assert_close(weights[name].float(), value, rtol=error, atol=error)
+
+
+# -- masters of what was not changed -----------------------------------------------------------------------------
+
+
+def edit_a_weight(place: str, masters: str, how: str, folder: Path) -> list[str]:
+    """Let an element of a bias become 3. The parameters whose masters are others than they should be after that."""
+    engine = engine_in(place, masters, folder)
+    module: Any = engine.module
+    steps(engine, 3)
+    before = masters_of(engine)
+    bias = module.blocks[1].bias
+    if how == "block":
+        with GatheredParameters(list(module.parameters()), modifier_rank=1):
+            if torch.distributed.get_rank() == 1:
+                bias.data[2] = 3.0
+    else:
+        part = module if how == "module" else module.blocks[1]
+        state = {name: value.clone() for name, value in part.state_dict().items()}
+        state["blocks.1.bias" if how == "module" else "bias"][2] = 3.0
+        part.load_state_dict(state)
+    after = masters_of(engine)
+    before["blocks.1.bias"][2] = 3.0
+    weights = engine.state_dict()
+    problems = [name for name, value in before.items() if not torch.equal(after[name], value)]
+    if float(weights["blocks.1.bias"][2]) != 3.0:
+        problems.append("the weight")
+    engine.destroy()
+    return problems
+
+
+EDITS = [
+    (place, masters, how)
+    for place in ("stage 0", "stage 1", "stage 2, offload", "stage 3", "stage 3, offload all")
+    for masters in MASTERS
+    for how in ("block", "module", "part")
+    if how == "block" or "stage 3" not in place
+]
+DAILY = [
+    ("stage 0", "Kahan", "block"),
+    ("stage 0", "bf16", "part"),
+    ("stage 1", "remainders", "part"),
+    ("stage 1", "remainders", "block"),
+    ("stage 1", "bf16", "block"),
+    ("stage 1", "Kahan", "module"),
+    ("stage 2, offload", "remainders", "module"),
+    ("stage 2, offload", "fp16", "module"),
+    ("stage 3", "remainders", "block"),
+    ("stage 3, offload all", "bf16", "block"),
+]
+
+
+@pytest.mark.parametrize(("place", "masters", "how"), by_day(EDITS, *DAILY))
+def test_masters_of_what_was_not_changed_keep_their_digits(place: str, masters: str, how: str, tmp_path: Path) -> None:
+    assert run_ranks(2, edit_a_weight, place, masters, how, tmp_path) == [[], []]
+
+
+# -- saving ------------------------------------------------------------------------------------------------------
+
+
+def save_parts(masters: str, folder: Path) -> list[str]:
+    """What is wrong with the state dicts of modules at stage 3."""
+    engine = engine_in("stage 3", masters, folder)
+    steps(engine, 1)
+    expected = engine.state_dict()
+    module: Any = engine.module
+    problems = []
+    for name in ("", "blocks", "blocks.1"):
+        asked = module.get_submodule(name)
+        kind, text = attempt(lambda asked=asked: torch.save(asked.state_dict(), io.BytesIO()))
+        if kind != "ReleasedParameterError" or "placeholders" not in text or (name or "the module") not in text:
+            problems.append(f"{name}: {kind} {text}")
+        with GatheredParameters(asked.parameters()):
+            found = asked.state_dict(prefix=f"{name}." if name else "")
+            problems += [key for key, value in found.items() if not torch.equal(value, expected[key])]
+    kind, _ = attempt(lambda: nn.Module.state_dict(module.blocks[0]))
+    engine.destroy()
+    if kind != "ReleasedParameterError":
+        problems.append("by the class")
+    if not all(torch.equal(value, expected[f"blocks.{name}"]) for name, value in module.blocks.state_dict().items()):
+        problems.append("after destroy()")
+    return problems
+
+
+@pytest.mark.parametrize("masters", ("fp32", "bf16"))
+def test_state_dicts_of_parts_have_no_placeholders(masters: str, tmp_path: Path) -> None:
+    assert run_ranks(2, save_parts, masters, tmp_path) == [[], []]
+
+
+def copied_and_pickled(stage: int) -> list[bool]:
+    engine = zerorun.initialize(build(), make_config(stage, precision="bf16"))
+    steps(engine, 1)
+    layers: Any = engine.module
+    assert isinstance(layers, Layers)
+    file = io.BytesIO()
+    torch.save(layers.head, file)
+    file.seek(0)
+    masters = masters_of(engine)
+    found = []
+    for other in (copy.deepcopy(layers.head), torch.load(file, weights_only=False)):
+        right = torch.equal(other.weight, layers.head.weight)
+        other.load_state_dict({name: torch.zeros_like(value) for name, value in other.state_dict().items()})
+        found.append(right and not other.weight.any() and bool(layers.head.weight.any()))
+    after = masters_of(engine)
+    engine.destroy()
+    return [*found, all(torch.equal(after[name], value) for name, value in masters.items())]
+
+
+@pytest.mark.parametrize("stage", (0, 2))
+def test_copies_of_layers_are_layers_without_an_engine(stage: int) -> None:
+    assert run_ranks(2, copied_and_pickled, stage) == [[True] * 3] * 2
+
+
+def parts_of_divided_layers() -> list[tuple[str, str]]:
+    engine = engine_of(1, 2, 1)
+    layer = engine.module.model.layers[0]
+    found = [attempt(layer.mlp.state_dict), attempt(layer.input_layernorm.state_dict)]
+    with GatheredParameters(layer.mlp.parameters()):
+        found.append(attempt(layer.mlp.state_dict))
+    engine.destroy()
+    return found
+
+
+def test_state_dicts_of_divided_layers_have_no_parts() -> None:
+    for divided, whole, in_a_block in run_ranks(2, parts_of_divided_layers):
+        assert divided[0] == "ReleasedParameterError" and "parts of the model" in divided[1]
+        assert not whole[0] and not in_a_block[0]
+
+
+def layers_of_stages() -> list[tuple[str, str]]:
+    engine = engine_of(1, 1, 2)
+    model = engine.module.whole_model.model
+    here = next(layer for layer in model.layers if list(layer.parameters()))
+    found = [attempt(model.state_dict), attempt(model.layers.state_dict), attempt(here.state_dict)]
+    engine.destroy()
+    return found
+
+
+def test_state_dicts_of_a_stage_say_that_layers_are_missing() -> None:
+    for model, layers, here in run_ranks(2, layers_of_stages):
+        assert model[0] == layers[0] == "ReleasedParameterError" and "parts of the model" in model[1]
+        assert not here[0]

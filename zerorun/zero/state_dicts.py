@@ -1,0 +1,146 @@
+"""Hooks for ``state_dict()`` and ``load_state_dict()`` of a sharded model and of every module inside it.
+
+Scripts save and load parts of a model by themselves: an encoder, the layers, an adapter. So all modules that have
+parameters of the engine below them have the hooks, and not the whole model alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ReleasedParameterError
+from ..plan.weights import own_members
+from .away import WEIGHTS
+from .flat_group import TrainedGroup
+from .runtime import Removable
+from .sharded_model import ParameterHome, ShardedModel
+from .unit import finish_updates
+
+_PARTS, _PLACEHOLDERS = "parts of the model, of which other ranks have the rest", "placeholders"
+
+
+def guard_state_dict(module: nn.Module, model: ShardedModel, lacks: Callable[[nn.Module], bool]) -> Iterator[Removable]:
+    """Make plain ``state_dict()`` of ``module`` and those inside it return full tensors or raise, never placeholders.
+
+    ``lacks``: True for a module that looks whole, but has modules that only other ranks have.
+    """
+    guard = StateDictGuard(model, lacks)
+    for layer in _guarded(module, model):
+        yield layer.register_state_dict_pre_hook(guard)
+
+
+def adopt_loaded_weights(module: nn.Module, model: ShardedModel) -> Iterator[Removable]:
+    """Let ``load_state_dict()`` of ``module`` and those inside it also set masters that are not the weights themselves."""
+    adoption = Adoption(model)
+    for layer in _guarded(module, model):
+        yield layer.register_load_state_dict_pre_hook(AdoptionBegins(adoption))
+        yield layer.register_load_state_dict_post_hook(adoption)
+
+
+def _guarded(module: nn.Module, model: ShardedModel) -> list[nn.Module]:
+    """``module`` and all inside it that have parameters of ``model``, or have a module that has; each once."""
+    return [
+        layer for layer in module.modules() if layer is module or any(_homes(inner, model) for inner in layer.modules())
+    ]
+
+
+def _homes(layer: nn.Module, model: ShardedModel) -> list[tuple[torch.Tensor, ParameterHome]]:
+    """The parameters of ``layer`` itself that ``model`` has, and where they lie."""
+    return [(tensor, model.homes[id(tensor)]) for tensor in own_members(layer) if id(tensor) in model.homes]
+
+
+def _no_hook(*unused: Any) -> None:
+    """In place of a hook, in copies of a layer and in files: nothing manages their parameters."""
+
+
+class ModuleHook:
+    """A hook that stays with the engine: copies and pickles of a layer work, and are those of an ordinary layer."""
+
+    def __reduce__(self) -> Any:
+        return _hookless, ()
+
+
+def _hookless() -> Callable[..., None]:
+    return _no_hook
+
+
+class StateDictGuard(ModuleHook):
+    """Called before the state dict of a module is made."""
+
+    def __init__(self, model: ShardedModel, lacks: Callable[[nn.Module], bool]) -> None:
+        self._model, self._lacks = model, lacks
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Raises ReleasedParameterError."""
+        runtime = self._model.runtime
+        finish_updates(runtime.units)
+        runtime.made.states.bring_back(WEIGHTS)
+        if runtime.guard.state_dict_allowed:
+            return
+        what = _PARTS if self._lacks(module) else self._missing(module)
+        if what == _PARTS or (what and not runtime.guard.placeholders_shown):
+            raise ReleasedParameterError(
+                f"state_dict() of {self._name(module)} {'here' if what == _PARTS else 'at stage 3'} would hold {what}: no "
+                "rank has the full weights. Remedy: call engine.state_dict(), which has all weights by their names, or "
+                "engine.export(dir) for a Hugging Face model, on all ranks."
+            )
+
+    def _missing(self, module: nn.Module) -> str:
+        """What the state dict would hold in place of values; "" if all are here, as in a block of GatheredParameters."""
+        held, shards, found = self._model.runtime.guard.held, self._model.parts.shards, ""
+        for layer in module.modules():
+            for tensor, home in _homes(layer, self._model):
+                if id(tensor) not in held and id(tensor) in shards:
+                    return _PARTS
+                if id(tensor) not in held and not home.unit.resident:
+                    found = _PLACEHOLDERS
+        return found
+
+    def _name(self, module: nn.Module) -> str:
+        name = next((name for name, layer in self._model.module.named_modules() if layer is module), "")
+        return f"module {name!r}" if name else "the module"
+
+
+class Adoption(ModuleHook):
+    """Called when a module has loaded its own parameters, and those inside it theirs."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._model = model
+        self._before: dict[int, torch.Tensor] = {}  # by id(parameter), where the master itself is overwritten
+
+    def begin(self, module: nn.Module) -> None:
+        """``module`` is going to load its own parameters."""
+        self._model.make_ready()
+        for tensor, _, flat_group in self._own(module):
+            if flat_group.plan.master_is_weight:
+                self._before[id(tensor)] = tensor.detach().clone()
+
+    def __call__(self, module: nn.Module, incompatible: Any) -> None:
+        self._model.make_ready()
+        for tensor, home, flat_group in self._own(module):
+            entry = flat_group.layout.entries[home.entry]
+            loaded, before = flat_group.full[entry.offset : entry.end], None
+            if flat_group.plan.master_is_weight:  # a class that loads in a way of its own calls no hook before
+                before = self._before.pop(id(tensor), torch.full_like(loaded, torch.nan))
+            flat_group.take_weight(home.entry, loaded, before)
+
+    def _own(self, module: nn.Module) -> Iterator[tuple[torch.Tensor, ParameterHome, TrainedGroup]]:
+        """The parameters of ``module`` itself that are whole, and whose masters are not all that there is of them."""
+        for tensor, home in _homes(module, self._model):
+            flat_group = home.flat_group
+            if isinstance(flat_group, TrainedGroup) and home.unit.resident and flat_group.has_more_than_weights:
+                yield tensor, home, flat_group
+
+
+class AdoptionBegins(ModuleHook):
+    """Called before a module loads its own parameters."""
+
+    def __init__(self, adoption: Adoption) -> None:
+        self._adoption = adoption
+
+    def __call__(self, module: nn.Module, *unused: Any) -> None:
+        self._adoption.begin(module)
