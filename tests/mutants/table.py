@@ -2833,8 +2833,8 @@ MUTANTS = (
         "all-masters-of-a-block-are-rounded",
         "stale",
         "zerorun/zero/flat_group.py",
-        "        changed = new != was",
-        "        changed = torch.ones_like(new, dtype=torch.bool)",
+        "    changed = new != was",
+        "    changed = torch.ones_like(new, dtype=torch.bool)",
         ("tests/ranks/test_state_dicts_of_parts.py", "-k", "keep_their_digits"),
     ),
     Mutant(

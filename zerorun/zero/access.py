@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +16,7 @@ from ..ops.state_format import keep_state, wide_state
 from ..optim.parts import PartsOptimizer
 from ..plan.weights import follow_memory, followers, inside, rebuilt
 from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
-from .flat_group import FlatGroup, TrainedGroup, rounded
+from .flat_group import FlatGroup, TrainedGroup, rounded, take_weight
 from .init import Held, Init, divide_again, hold, take_values
 from .runtime import MADE_BY, Runtime
 from .sharded_model import ParameterHome, ShardedModel, find, model_of
@@ -186,7 +185,7 @@ def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor,
             store_owned(flat_group, home.entry, exact, value)
             keep_owned(home, flat_group, exact)
         else:
-            flat_group.take_weight(home.entry, value)
+            take_weight(flat_group, home.entry, value)
     weight = rounded(flat_group.plan, value)
     if home.unit.resident:
         entry_view(home, flat_group.full).copy_(weight)

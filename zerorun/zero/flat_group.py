@@ -235,25 +235,6 @@ class TrainedGroup(FlatGroup):
         """True if masters have digits that the weights lack, so that weights alone do not tell what they are."""
         return not self.plan.master_is_weight or self.rest is not None
 
-    def take_weight(self, entry: int, value: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Let the master of parameter ``entry`` have ``value`` where that is another weight than the master stands for.
-
-        Elsewhere nobody has changed it, and it keeps the digits that weights lack. ``value``: the whole parameter, and
-        ``before``: what it was, if ``value`` is in the place of the master already.
-        """
-        new, old = value.reshape(-1), None if before is None else before.reshape(-1)
-        for run in self.plan.owned_runs():
-            if run.entry == entry:
-                place, part = slice(run.offset, run.offset + run.numel), slice(run.start, run.start + run.numel)
-                self._take_changed(place, new[part].to(self.master.device), None if old is None else old[part])
-
-    def _take_changed(self, place: slice, new: torch.Tensor, before: torch.Tensor | None) -> None:
-        was = self.master[place].to(self.dtype) if before is None else before.to(self.master.device)
-        changed = new != was
-        for kept, fresh in zip((self.master, self.rest), self.plan.master_format.parts(new), strict=True):
-            if kept is not None and fresh is not None:
-                kept[place] = torch.where(changed, fresh, kept[place])
-
     def keep_exact(self, values: torch.Tensor, low: int = 0) -> None:
         """Let the master have ``values`` [n], from element ``low`` on."""
         parts = self.plan.master_format.parts(values.reshape(-1).to(self.master.device))
@@ -426,6 +407,29 @@ def rounded(plan: FlatGroupPlan, values: torch.Tensor) -> torch.Tensor:
     if plan.master_format.rest is None:
         return values.to(plan.dtype)
     return plan.master_format.parts(values.reshape(-1))[0].view(values.shape)
+
+
+def take_weight(flat_group: TrainedGroup, entry: int, value: torch.Tensor, before: torch.Tensor | None = None) -> None:
+    """Let the master of parameter ``entry`` have ``value`` where that is another weight than the master stands for.
+
+    Elsewhere nobody has changed it, and it keeps the digits that weights lack. ``value``: the whole parameter, and
+    ``before``: what it was, if ``value`` is in the place of the master already.
+    """
+    new, old = value.reshape(-1), None if before is None else before.reshape(-1)
+    for run in flat_group.plan.owned_runs():
+        if run.entry == entry:
+            place, part = slice(run.offset, run.offset + run.numel), slice(run.start, run.start + run.numel)
+            _take_changed(flat_group, place, new[part], None if old is None else old[part])
+
+
+def _take_changed(flat_group: TrainedGroup, place: slice, new: torch.Tensor, before: torch.Tensor | None) -> None:
+    master, rest = flat_group.master, flat_group.rest
+    new = new.to(master.device)
+    was = master[place].to(flat_group.dtype) if before is None else before.to(master.device)
+    changed = new != was
+    for kept, fresh in zip((master, rest), flat_group.plan.master_format.parts(new), strict=True):
+        if kept is not None and fresh is not None:
+            kept[place] = torch.where(changed, fresh, kept[place])
 
 
 def _views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ from torch import nn
 from ..errors import ReleasedParameterError
 from ..plan.weights import own_members
 from .away import WEIGHTS
-from .flat_group import TrainedGroup
+from .flat_group import TrainedGroup, take_weight
 from .runtime import Removable
 from .sharded_model import ParameterHome, ShardedModel
 from .unit import finish_updates
@@ -126,7 +126,7 @@ class Adoption(ModuleHook):
             loaded, before = flat_group.full[entry.offset : entry.end], None
             if flat_group.plan.master_is_weight:  # a class that loads in a way of its own calls no hook before
                 before = self._before.pop(id(tensor), torch.full_like(loaded, torch.nan))
-            flat_group.take_weight(home.entry, loaded, before)
+            take_weight(flat_group, home.entry, loaded, before)
 
     def _own(self, module: nn.Module) -> Iterator[tuple[torch.Tensor, ParameterHome, TrainedGroup]]:
         """The parameters of ``module`` itself that are whole, and whose masters are not all that there is of them."""
