@@ -2845,4 +2845,12 @@ MUTANTS = (
         "            compares = False",
         ("tests/ranks/test_state_dicts_of_parts.py", "-k", "keep_their_digits"),
     ),
+    Mutant(
+        "changes-in-a-block-stay-at-stage-3",
+        "stale",
+        "zerorun/deepspeed/parameters.py",
+        "        return model in _at_stage_3 and self._modifier_rank is None",
+        "        return False",
+        ("tests/ranks/test_access.py::test_in_the_mode_changes_without_modifier_rank_are_no_error",),
+    ),
 )

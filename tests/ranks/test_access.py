@@ -21,6 +21,7 @@ from torch import nn
 from training import make_config, shared_topology
 
 import zerorun
+from zerorun.deepspeed.parameters import GatheredBlock, show_placeholders
 from zerorun.distributed.layout import ALIGNMENT
 from zerorun.errors import ModelError, ReleasedParameterError
 from zerorun.zero import GatheredParameters, Init
@@ -265,7 +266,9 @@ def edit(stage: int) -> list[str]:
     except ReleasedParameterError as error:
         if name not in str(error):
             problems.append("the error names no parameter")
-    with GatheredParameters([nn.Parameter(torch.ones(3))]), GatheredParameters(weight, enabled=False):
+    with GatheredParameters([nn.Parameter(torch.ones(3)), None]), GatheredParameters(weight, enabled=False):
+        pass
+    with GatheredParameters([weight, None], modifier_rank=0), GatheredParameters(None):  # a layer without a bias
         pass
     engine.destroy()
     return problems
@@ -274,6 +277,48 @@ def edit(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gathered_parameters(stage: int) -> None:
     assert run_ranks(2, edit, stage) == [[], []]
+
+
+def merged_and_unmerged(stage: int, precision: str) -> tuple[bool, bool]:
+    """Whether a rounding that is left in a block of the mode is dropped, in place and not; and whether training goes on."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(Gpt(), make_config(stage, precision=precision), topology=shared_topology())
+    show_placeholders(engine)
+    params = list(engine.module.parameters())
+    before = engine.state_dict()
+    with torch.no_grad(), GatheredBlock([*params, None]):
+        for number, param in enumerate(params):
+            param.data = param.data + 1.0 if number % 2 else param.data.add_(1.0)
+    after = engine.state_dict()
+    engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), 0))))
+    engine.step()
+    dropped = all(torch.equal(before[name], value) for name, value in after.items())
+    kept = all(torch.equal(before[name] + 1.0, value) for name, value in after.items() if name in before)
+    engine.destroy()
+    return dropped, kept
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("world", [1, 2])
+def test_in_the_mode_changes_without_modifier_rank_are_no_error(world: int, stage: int, precision: str) -> None:
+    """As in DeepSpeed: at stage 3 the shards' values come back, on one rank too; below, nothing is done to them."""
+    assert run_ranks(world, merged_and_unmerged, stage, precision) == [(stage == 3, stage < 3)] * world
+
+
+def edited_before_the_engine() -> list[bool]:
+    with Init():
+        layer = nn.Linear(4, 4)
+    with GatheredBlock(layer.parameters()):
+        before = layer.weight.detach().clone()
+        layer.weight.data.add_(1.0)
+    with GatheredParameters(layer.weight):
+        return [torch.equal(layer.weight, before)]
+
+
+def test_in_the_mode_changes_before_the_engine_are_dropped() -> None:
+    assert run_ranks(2, edited_before_the_engine) == [[True]] * 2
 
 
 def write_to_parameters(stage: int, late: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

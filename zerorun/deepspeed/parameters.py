@@ -15,8 +15,9 @@ from torch import nn
 
 from ..engine.engine import Engine
 from ..errors import ConfigError, ConfigProblem
+from ..log import warn_once
 from ..plan.weights import inside, packed_buffers
-from ..zero.access import owned_part
+from ..zero.access import GatheredParameters, owned_part
 from ..zero.init import part_of, partitioned_as
 from ..zero.placeholders import UnsavedPlaceholder, placeholder
 from ..zero.runtime import Runtime
@@ -122,6 +123,34 @@ def _tensor(param: torch.Tensor) -> torch.Tensor:
         assert part is not None
         return part
     return owned_part(found[1], found[1].flat_group.weight)
+
+
+# -- blocks with whole values ------------------------------------------------------------------------------------
+
+
+class GatheredBlock(GatheredParameters):
+    """``deepspeed.zero.GatheredParameters``: without ``modifier_rank``, changes are no error.
+
+    At stage 3 they are dropped at the end of the block, which warns once: an adapter that is merged into its weight and
+    taken out again leaves rounding there. At other stages they stay as they are, on the rank that made them.
+    """
+
+    def _is_copied(self, model: ShardedModel) -> bool:
+        return model in _at_stage_3 and self._modifier_rank is None
+
+    def _keeps(self, model: ShardedModel, home: ParameterHome, param: nn.Parameter, now: torch.Tensor) -> bool:
+        if model in _at_stage_3 or not home.unit.resident:
+            return False
+        with torch.no_grad():
+            home.flat_group.views[home.entry].copy_(model.parts.part(param, now))
+        return True
+
+    def _refuse(self, edited: list[str]) -> None:
+        warn_once(
+            "values that were changed inside GatheredParameters(...) without modifier_rank, as where adapters are merged "
+            "and unmerged, are at its end as they were before, as in DeepSpeed. To keep changes, pass modifier_rank=0 and "
+            "make them on that rank."
+        )
 
 
 # -- state dicts -------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def _names(**homes: str) -> dict[str, str]:
     return found
 
 
-_INIT = _names(zero__init="Init", zero__access="GatheredParameters")
+_INIT = _names(zero__init="Init", deepspeed__parameters="GatheredParameters=GatheredBlock")
 _STATUS = _names(deepspeed__parameters="ZeroParamStatus ZeroParamType")
 _EXTERNAL = _names(zero__external_parameters="register_external_parameter unregister_external_parameter")
 _PIPE = _names(pipeline__module="PipelineModule", pipeline__layer_spec="LayerSpec TiedLayerSpec")

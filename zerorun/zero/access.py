@@ -208,22 +208,24 @@ class GatheredParameters:
     Parameters that are divided over tensor-parallel ranks are whole as well; layers cannot run with them in the block.
 
     ``params``: one parameter or an iterable, in any order; parameters that belong neither to an engine nor to ``Init`` are
-    left alone. ``fwd_module`` has no effect: forwards in the block find the values in any case. With ``modifier_rank``, a
-    rank of the world, the values of that rank are kept when the block ends. Without it, the block is for reading: it raises
-    ReleasedParameterError at its end if a value was changed, because ranks could differ. Raises OrderError, on all ranks
-    alike, if they were given different parameters, and ModelError if a shape was changed. With ``modifier_rank``, raises
-    ModelError if another pipeline stage also has the parameter, or if that rank is on a stage that does not have it.
+    left alone, and None, which stands for a bias that a layer has not, is passed over. ``fwd_module`` has no effect:
+    forwards in the block find the values in any case. With ``modifier_rank``, a rank of the world, the values of that rank
+    are kept when the block ends. Without it, the block is for reading: it raises ReleasedParameterError at its end if a
+    value was changed, because ranks could differ. Raises OrderError, on all ranks alike, if they were given different
+    parameters, and ModelError if a shape was changed. With ``modifier_rank``, raises ModelError if another pipeline stage
+    also has the parameter, or if that rank is on a stage that does not have it.
     """
 
     def __init__(
         self,
-        params: torch.Tensor | Iterable[torch.Tensor],
+        params: torch.Tensor | Iterable[torch.Tensor | None] | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        chosen = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._params = [tensor for param in chosen for _, tensor in inside(param)] if enabled else []
+        chosen = [params] if params is None or isinstance(params, torch.Tensor) else list(params)
+        present = [param for param in chosen if isinstance(param, torch.Tensor)] if enabled else []
+        self._params = [tensor for param in present for _, tensor in inside(param)]
         self._modifier_rank = modifier_rank
         self._held: list[tuple[ShardedModel, ParameterHome, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
         self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # made inside Init, and in no engine yet
@@ -253,7 +255,7 @@ class GatheredParameters:
             value = model.parts.whole(managed, view)
             # Where the master itself is shown, what it was before tells which of its elements the block has changed.
             compares = self._modifier_rank is not None and home.flat_group.rest is not None
-            if not home.unit.resident or value is not view or compares:
+            if not home.unit.resident or value is not view or compares or self._is_copied(model):
                 value = value.clone()
                 managed.data = value
             model.runtime.guard.held.add(id(managed))
@@ -275,7 +277,7 @@ class GatheredParameters:
                 fresh = now.to(value).contiguous()
                 _take_from(model, self._modifier_rank, fresh)
                 _store_weight(model, home, model.parts.part(param, fresh), exactly=False)
-            elif kind is None and _checksum(now) != checksum:
+            elif kind is None and _checksum(now) != checksum and not self._keeps(model, home, param, now):
                 edited.append(name)
             param.data = home.flat_group.views[home.entry] if home.unit.resident else home.flat_group.loud[home.entry]
         self._held = []
@@ -285,10 +287,24 @@ class GatheredParameters:
                 "before. Remedy: change shapes before initialize()."
             )
         if edited:
-            raise ReleasedParameterError(
-                f"parameters {edited} were changed inside GatheredParameters(...) without modifier_rank, so the change "
-                "would be lost or differ between ranks. Remedy: pass modifier_rank=0 and change them on that rank."
-            )
+            self._refuse(edited)
+
+    # -- what DeepSpeed does otherwise, without modifier_rank (see deepspeed/parameters.py) ------------------------------
+
+    def _is_copied(self, model: ShardedModel) -> bool:
+        """Whether the block shows a copy of a parameter that this rank keeps whole."""
+        return False
+
+    def _keeps(self, model: ShardedModel, home: ParameterHome, param: nn.Parameter, now: torch.Tensor) -> bool:
+        """Whether the values ``now``, which were changed in the block, are kept."""
+        return False
+
+    def _refuse(self, edited: list[str]) -> None:
+        """Raise for parameters whose new values are not kept."""
+        raise ReleasedParameterError(
+            f"parameters {edited} were changed inside GatheredParameters(...) without modifier_rank, so the change "
+            "would be lost or differ between ranks. Remedy: pass modifier_rank=0 and change them on that rank."
+        )
 
     def _reshaped(self) -> list[str]:
         """Return descriptions of the parameters whose shapes were changed in the block.
