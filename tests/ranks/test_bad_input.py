@@ -142,6 +142,34 @@ def failing_scheduler_callable() -> tuple[str, str]:
     return attempt(lambda: make(lr_scheduler=torch.optim.lr_scheduler.StepLR))  # which needs a step size
 
 
+def schedule_of_another_optimizer() -> tuple[str, str]:
+    model = Gpt()
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1.0), 1)
+    return attempt(lambda: make(model=model, lr_scheduler=schedule))
+
+
+def schedule_of_an_optimizer_made_anew() -> tuple[str, str]:
+    model = Gpt()
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD(model.parameters(), lr=1.0), 1)
+    return attempt(lambda: make(model=model, lr_scheduler=schedule, optimizer=torch.optim.SGD))
+
+
+def tied_by_memory() -> tuple[str, str]:
+    model = Gpt()
+    model.head.weight.data = model.embed.weight.data
+    before = [param.data_ptr() for param in model.parameters()]
+    answer = attempt(lambda: make(model=model))
+    assert before == [param.data_ptr() for param in model.parameters()]
+    return answer
+
+
+def tied_by_memory_on_one_rank() -> tuple[str, str]:
+    model = Gpt()
+    if dist.get_rank() == 1:
+        model.head.weight = nn.Parameter(model.embed.weight.detach())
+    return attempt(lambda: make(model=model))
+
+
 def number_as_training_data() -> tuple[str, str]:
     return attempt(lambda: make(training_data=3))
 
@@ -314,6 +342,10 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     scheduler_without_optimizer: (ModelError, ["lr_scheduler=<lambda>", "there is none"]),
     scheduler_that_is_none: (ModelError, ["lr_scheduler", "step()", "float"]),
     failing_scheduler_callable: (ModelError, ["lr_scheduler=StepLR", "TypeError", "step_size"]),
+    schedule_of_another_optimizer: (ModelError, ["lr_scheduler=StepLR", "the configuration's", "Remedy"]),
+    schedule_of_an_optimizer_made_anew: (ModelError, ["lr_scheduler=StepLR", "that initialize() got", "Remedy"]),
+    tied_by_memory: (ModelError, ["'embed.weight' and 'head.weight' share memory", "assign the Parameter itself"]),
+    tied_by_memory_on_one_rank: (ModelError, ["'embed.weight' and 'head.weight' share memory", "Remedy"]),
     number_as_training_data: (ModelError, ["training_data", "__getitem__", "int"]),
     generator_as_training_data_on_one_rank: (ModelError, ["training_data", "list_iterator"]),
     lbfgs: (ModelError, ["LBFGS"]),

@@ -63,6 +63,7 @@ from ..startup.float8 import Float8Layers, described, float8_layers
 from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
 from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_experts, plan_layers, plan_sequences
 from ..startup.parallelized_model import ParallelizedModel
+from ..startup.shared_memory import refuse_shared_memory
 from ..watch.board import Phase, board, during, limit_waits
 from ..zero.builder import build, map_shards
 from ..zero.disks import open_disk
@@ -75,7 +76,7 @@ from ..zero.part_sums import PartSums
 from ..zero.pieces import OptimizerPiece, build_pieces
 from ..zero.runtime import Removable, Runtime, refuse_managed
 from ..zero.sharded_model import ShardedModel
-from ..zero.sharded_optimizer import PiecesInFp32, ShardedOptimizer
+from ..zero.sharded_optimizer import PiecesInFp32, ShardedOptimizer, refuse_new_group
 from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
 from ..zero.unit import Unit, links_of
 from .accumulation import Accumulation, zero_grad_beside
@@ -145,6 +146,7 @@ def initialize(
         limit_waits(wanted.hang_timeout_s)
         refuse_overwritten(model)
         refuse_elsewhere(model, device)
+        refuse_shared_memory(model, raw.group_of.keys())
         refuse_unusable_extras(raw, lr_scheduler, training_data)
         refuse_unsavable_states(raw)
         refuse_shared_directory(wanted.checkpoint.dir)
@@ -215,7 +217,7 @@ def initialize(
     sharded = _shard_optimizer(raw, plan, made.units, comm, parallelized.copies, refuse_unused=refuses)
     kept_as = ShardedModel if comm.statistics.watch is None else TimedModel
     if sharded is not None:
-        sharded.give_methods(zero_grad=zero_grad_beside(accumulation))
+        sharded.give_methods(zero_grad=zero_grad_beside(accumulation), add_param_group=refuse_new_group)
     sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)
     runtime.keep(_changes(sharded_model, wanted, device))
     runtime.keep(observer.attached_to(model) if observer is not None else ())

@@ -403,7 +403,22 @@ def refuse_unusable_extras(raw: RawOptimizer, lr_scheduler: Any, training_data: 
             f"lr_scheduler={_name(lr_scheduler)} is to be called on the optimizer, but there is none. Remedy: give "
             "optimizer=..., or the section optimizer in the configuration."
         )
+    if is_scheduler(lr_scheduler) and raw.groups:
+        _refuse_schedule_of_another(lr_scheduler, raw)
     _refuse_unusable_data(training_data)
+
+
+def _refuse_schedule_of_another(lr_scheduler: Any, raw: RawOptimizer) -> None:
+    """Raise ModelError if the schedule sets rates that nobody reads. Wrappers of an optimizer show its own groups."""
+    groups = getattr(getattr(lr_scheduler, "optimizer", None), "param_groups", None)
+    known = {id(group) for group in raw.groups}
+    if groups is not None and not any(id(group) in known for group in groups):
+        own = "the one that initialize() got as optimizer=" if raw.optimizer is not None else "the configuration's"
+        raise ModelError(
+            f"lr_scheduler={_name(lr_scheduler)} was made for another optimizer than {own}: learning rates would stay as "
+            "they are. Remedy: pass its optimizer as optimizer= as well, or a callable in its place, such as lambda "
+            "optimizer: StepLR(optimizer, 10)."
+        )
 
 
 def is_scheduler(given: Any) -> bool:

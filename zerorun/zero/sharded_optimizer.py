@@ -283,6 +283,15 @@ class ShardedOptimizer:
         self.pieces = pieces
 
 
+def refuse_new_group(*unused: Any, **also_unused: Any) -> None:
+    """What ``optimizer.add_param_group`` is: the engine would not know of the parameters that it adds."""
+    raise StepError(
+        "optimizer.add_param_group() was called after initialize(): gradients of the group would neither be averaged "
+        "over ranks nor dropped after a step. Remedy: make them parameters of the model, and give all groups to "
+        "initialize(), as optimizer= or model_parameters=; what is to be trained later may have a group with lr = 0 first."
+    )
+
+
 def _settle(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, SinglePassOptimizer):
         optimizer.settle()

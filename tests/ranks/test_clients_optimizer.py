@@ -1,0 +1,145 @@
+"""The optimizer after initialize(): groups that a script adds are refused, and schedules that were made for it count."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from test_bad_input import attempt
+from test_foreign_values import build, step
+from torch import nn
+from torch.optim import lr_scheduler
+from training import make_config
+
+import zerorun
+
+REFUSED = "optimizer.add_param_group() was called after initialize()"
+
+
+# -- groups ------------------------------------------------------------------------------------------------------
+
+
+def add_a_group(kind: str, stage: int, offloaded: bool) -> tuple[tuple[str, str], bool]:
+    """What is said to it, and whether training goes on as it would without it."""
+    weights = []
+    for adds in (True, False):
+        model = build()
+        zero = {"stage": stage} | ({"offload_optimizer": {"device": "cpu"}} if offloaded else {})
+        config = make_config(stage, zero_optimization=zero, optimizer="SGD" if kind == "SGD" else "AdamW")
+        given = torch.optim.RMSprop(model.parameters(), lr=0.01) if kind == "torch's" else None
+        engine = zerorun.initialize(model, config, optimizer=given)
+        assert engine.optimizer is not None
+        optimizer, other = engine.optimizer, nn.Parameter(torch.ones(()))
+        step(engine)
+        if adds:
+            answer = attempt(lambda: optimizer.add_param_group({"params": [other]}))  # noqa: B023
+        step(engine)
+        weights.append(engine.state_dict())
+        assert other.item() == 1.0 and len(optimizer.param_groups) == 1
+        engine.destroy()
+    with_it, without = weights
+    return answer, all(torch.equal(value, without[name]) for name, value in with_it.items())
+
+
+@pytest.mark.parametrize(("kind", "stage", "offloaded"), (("AdamW", 1, False), ("SGD", 2, True), ("torch's", 0, False)))
+def test_groups_that_are_added_later_are_refused(kind: str, stage: int, offloaded: bool) -> None:
+    for (name, text), same in run_ranks(2, add_a_group, kind, stage, offloaded):
+        assert name == "StepError" and text.startswith(REFUSED) and "Remedy" in text
+        assert same
+
+
+def kept_and_copied(own: bool) -> list[Any]:
+    """States can be saved and loaded, torch's optimizers copied and pickled; none keeps the engine."""
+    model = build()
+    given = torch.optim.RMSprop(model.parameters(), lr=0.01) if own else None
+    engine = zerorun.initialize(model, make_config(1), optimizer=given)
+    step(engine)
+    optimizer: Any = engine.optimizer
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    step(engine)
+    found: list[Any] = []
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))) if own else ():
+        copied.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        found.append(len(copied.param_groups))
+    seen = weakref.ref(engine)
+    engine.destroy()
+    del engine
+    gc.collect()
+    found.append(seen() is None)
+    found.append(attempt(lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]}))[0])
+    return found
+
+
+@pytest.mark.parametrize("own", (False, True))
+def test_the_optimizer_is_kept_and_copied_as_before(own: bool) -> None:
+    assert run_ranks(2, kept_and_copied, own) == [[*([2, 2] if own else []), True, "StepError"]] * 2
+
+
+# -- schedules ---------------------------------------------------------------------------------------------------
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Shows what it wraps, as accelerate's does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.defaults = optimizer.defaults
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+
+class OwnSchedule:
+    """A schedule of a client, for any optimizer. ``optimizer``: as its attribute."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = Wrapper(optimizer)
+
+    def step(self) -> None:
+        """Halve all rates."""
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+def halved(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.StepLR(optimizer, 1, 0.5)
+
+
+def in_sequence(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.SequentialLR(optimizer, [halved(optimizer), halved(optimizer)], [9])
+
+
+SCHEDULES: tuple[Callable[[torch.optim.Optimizer], Any], ...] = (halved, in_sequence, OwnSchedule)
+
+
+def rates(make: Callable[[torch.optim.Optimizer], Any], takes: str) -> list[float]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    config = make_config(1, optimizer="SGD")
+    if takes == "an instance":
+        engine = zerorun.initialize(model, config, optimizer=optimizer, lr_scheduler=make(optimizer))
+    else:
+        config["optimizer"]["params"] = {"lr": 1.0}
+        engine = zerorun.initialize(model, config, lr_scheduler=make)
+    found = []
+    assert engine.optimizer is not None
+    for _ in range(3):
+        step(engine)
+        found.append(engine.optimizer.param_groups[0]["lr"])
+    engine.destroy()
+    return found
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("make", SCHEDULES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("takes", ("an instance", "a callable"))
+def test_schedules_of_the_optimizer_count(make: Callable[[torch.optim.Optimizer], Any], takes: str) -> None:
+    assert run_ranks(2, rates, make, takes) == [[0.5, 0.25, 0.125]] * 2
