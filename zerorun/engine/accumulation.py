@@ -81,6 +81,84 @@ def samples_of_step(batch: Batch, backwards: int, *, managed: bool) -> int:
     return batch.train if managed else batch.train // batch.accumulation * backwards
 
 
+@dataclass(eq=False)
+class ScaledBackward:
+    """A backward of a loss that an engine has multiplied by its loss ``scale``. It is over when nobody refers to it.
+
+    ``counts``: how losses of this backward count, as arguments of ``take_loss``; None if nobody said so.
+    ``heard``: the accumulations that know of that. ``by_engine``: it is in a call of an engine's ``backward``.
+    """
+
+    scale: float
+    counts: dict[str, Any] | None = None
+    heard: list[Accumulation] = field(default_factory=list)
+    by_engine: bool = True
+
+
+class RunningBackwards:
+    """The scaled backwards that run in this process, outermost first."""
+
+    def __init__(self) -> None:
+        self._found: list[weakref.ref[ScaledBackward]] = []
+
+    def innermost(self) -> ScaledBackward | None:
+        """None in a plain backward."""
+        while self._found:
+            backward = self._found[-1]()
+            if backward is not None:
+                return backward
+            self._found.pop()  # it has ended in an exception
+        return None
+
+    def scale(self) -> float:
+        """The factor of the losses of the innermost one; 1.0 in a plain backward."""
+        backward = self.innermost()
+        return 1.0 if backward is None else backward.scale
+
+    def _is_given(self) -> bool:
+        """True if the innermost one is that of a loss that an engine was given, and has multiplied by itself."""
+        backward = self.innermost()
+        return backward is not None and backward.by_engine
+
+    @contextlib.contextmanager
+    def inside(self, backward: ScaledBackward) -> Iterator[None]:
+        """Backwards in the block are ``backward``."""
+        self._found.append(weakref.ref(backward))
+        try:
+            yield
+        finally:
+            self._leave(backward)
+
+    def enter(self, scale: float) -> None:
+        """To be called in a backward that has begun: its loss was multiplied by ``scale``.
+
+        Raises StepError if another part of it was multiplied by another one.
+        """
+        if self.innermost() is not None:
+            before = self.scale()
+            if before != scale or (scale != 1.0 and self._is_given()):
+                raise StepError(  # whose traceback refers to no backward, and lets it be over
+                    "a loss was multiplied by the loss scale of an engine twice, or parts of it by different ones "
+                    f"({before:g}, {scale:g}), in one backward. Remedy: add up the losses, and call either "
+                    "engine.backward(loss) or engine.scale(loss).backward(), with one of the engines."
+                )
+            return
+        backward = ScaledBackward(scale, by_engine=False)
+        self._found.append(weakref.ref(backward))
+
+        def left() -> None:
+            self._leave(backward)
+
+        # Autograd drops what is to be called at the end if there is an exception: then nobody refers to it any more.
+        torch.autograd.Variable._execution_engine.queue_callback(left)
+
+    def _leave(self, backward: ScaledBackward) -> None:
+        self._found = [found for found in self._found if found() not in (None, backward)]
+
+
+running = RunningBackwards()
+
+
 class Accumulation:
     """The accumulation of one rank. The runtime asks it, and informs it, about backwards."""
 
@@ -188,7 +266,14 @@ class Accumulation:
         self._is_last = is_last
 
     def inspect(self, unit: Unit) -> None:
-        """Note the parameters with non-finite gradients in one backward, if this step ``inspects``."""
+        """Note how the loss counts if it is another engine's, and, if this step ``inspects``, non-finite gradients."""
+        backward = running.innermost()
+        said = backward.counts if backward is not None and self not in backward.heard else None
+        if backward is not None and said is not None and unit.has_gradient():
+            backward.heard.append(self)
+            mode, counts = self.take_loss(**said)
+            if self._comm.queues and mode == "weight":
+                self.note_unread(None, counts)
         for flat_group in unit.trainable if self._inspects() else ():
             for index, (name, param) in enumerate(zip(flat_group.names, flat_group.params, strict=True)):
                 for gradient in (fresh_gradient(param), flat_group.late.get(index)):

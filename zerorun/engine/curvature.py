@@ -20,7 +20,7 @@ from ..log import is_rank_zero, logger, warn_once
 from ..ops.single_pass import Sophia
 from ..zero.gradient_sets import OtherGradients
 from ..zero.norm import Told
-from .accumulation import Accumulation, counted_ranks, refuse_no_weight, weight_of
+from .accumulation import Accumulation, ScaledBackward, counted_ranks, refuse_no_weight, running, weight_of
 from .tracing import Tracing
 
 
@@ -104,18 +104,16 @@ class CurvatureTaking(Tracing):
                 f"backward(curvature=True) is for Sophia, and the optimizer is {name}. Remedy: leave it out, ask "
                 'engine.is_curvature_due() first, or set optimizer.type to "Sophia".'
             )
-        factor = self.loss_scale * estimates.take_loss(weight, scale_wrt_gas=scale_wrt_gas)
-        self._in_engine_backward = True
+        scale = self.loss_scale
+        factor = scale * estimates.take_loss(weight, scale_wrt_gas=scale_wrt_gas)
         try:
-            with estimates.gradients.in_use():
+            with running.inside(ScaledBackward(scale)), estimates.gradients.in_use():
                 (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)
                 if estimates.backwards >= self.accumulation.batch.accumulation:
                     self._finish_estimate(estimates)
         except BaseException:
             estimates.forget()  # its gradients are gone
             raise
-        finally:
-            self._in_engine_backward = False
         return loss.detach()
 
     def _end_curvature(self, estimates: CurvatureEstimates) -> None:

@@ -21,16 +21,17 @@ from ..errors import StepError
 from ..log import warn_once
 from ..monitors.device_sample import DeviceSample
 from ..monitors.observer import RunObserver
+from ..optim.borders import Border
 from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
 from ..optim.lr_schedules import step_reversibly
 from ..watch.board import Phase, board, during
 from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
-from ..zero.placeholders import released_parameter, tensors_in
+from ..zero.placeholders import released_parameter
 from ..zero.sharded_model import ShardedModel
 from ..zero.unit import links_of
-from .accumulation import Accumulation, check_loss, samples_of_step
+from .accumulation import Accumulation, ScaledBackward, check_loss, running, samples_of_step
 from .compilation import show_compilation
 from .curvature import CurvatureTaking
 from .outcomes import History, UnsettledStep
@@ -66,7 +67,7 @@ class Engine(CurvatureTaking):
         self._owns_topology, self._trace = owns_topology, None
         self._sample = DeviceSample.make(self.device, self.comm)
         self._calls = 0  # calls in progress, one nested in the other
-        self._in_engine_backward = False
+        self._border = Border(scaler, lambda: self.loss_scale, running.scale)
         self.checkpointer  # noqa: B018  it remembers the model as it is now
         if self.sharded is not None:
             self.sharded.settle_by(self.settle)
@@ -82,6 +83,13 @@ class Engine(CurvatureTaking):
         self._compare_data((inputs, kwargs))
         if torch.is_grad_enabled() and not self._calls:
             self.accumulation.look_at_labels(kwargs)
+        # If the model's own forward has called the engine, only the outer call has to do with the script.
+        # Where one engine scales losses, gradients that come to another one may be scaled, too.
+        scaler = self.history.scaler
+        scaled = scaler.dynamic or scaler.scale != 1.0 or Border.scaling
+        passes_border = scaled and not self._calls and torch.is_grad_enabled()
+        if passes_border:
+            inputs, kwargs = self._border.inwards((inputs, kwargs))
         dtype = self.sharded_model.runtime.plan.compute_dtype
         if dtype is not None:
             inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
@@ -95,14 +103,7 @@ class Engine(CurvatureTaking):
                 output = self.module(*inputs, **kwargs)
         finally:
             self._calls -= 1
-        if self._calls:  # the model's own forward called the engine, and the output of the outer call will be scaled
-            return output
-        scaler = self.history.scaler
-        if (scaler.dynamic or scaler.scale != 1.0) and torch.is_grad_enabled():
-            for tensor in tensors_in(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._scale_plain_backward)
-        return output
+        return self._border.outwards(output) if passes_border else output
 
     forward = __call__
 
@@ -119,10 +120,6 @@ class Engine(CurvatureTaking):
                 f"ranks {first} and {first + other} were given different data at step {self.global_steps}, and divide "
                 f"the same {what}. Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the world."
             )
-
-    def _scale_plain_backward(self, grad: torch.Tensor) -> torch.Tensor | None:
-        """Apply the loss scale where a plain ``loss.backward()``, which is not scaled, enters the model."""
-        return None if self._in_engine_backward else grad * self.loss_scale
 
     @during(Phase.BACKWARD)
     def backward(
@@ -147,28 +144,24 @@ class Engine(CurvatureTaking):
         if curvature:
             return self._take_curvature(loss, weight, scale_wrt_gas=scale_wrt_gas, retain_graph=retain_graph)
         mode, counts = self.accumulation.take_loss(weight, scale_wrt_gas=scale_wrt_gas)
-        factor = self.loss_scale * counts
+        scale = self.loss_scale
+        factor = scale * counts
         self._note_loss(loss, counts)
-        self._in_engine_backward = True
-        try:
+        said = {"weight": weight, "scale_wrt_gas": scale_wrt_gas}
+        with running.inside(ScaledBackward(scale, said, heard=[self.accumulation])):
             scaled = loss * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else loss
             scaled.backward(retain_graph=retain_graph)
-        finally:
-            self._in_engine_backward = False
         result = loss.detach()
         return result / self.accumulation.batch.accumulation if mode == "mean" else result
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in fp16."""
         check_loss(loss, "scale()")
-        scaled = loss * self.loss_scale
+        scale = self.loss_scale
+        scaled = loss * scale
 
         def entered(grad: torch.Tensor) -> None:
-            self._in_engine_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(left)
-
-        def left() -> None:
-            self._in_engine_backward = False
+            running.enter(scale)
 
         scaled.register_hook(entered)
         return scaled
@@ -367,6 +360,7 @@ class Engine(CurvatureTaking):
     def _let_go(self) -> None:
         """Remove the hooks and close the links to host memory and disks. Other ranks are not needed for it."""
         self.runtime.remove_hooks()
+        self._border.close()
         if self.sharded is not None:
             self.sharded.settle_by(lambda: None)
         for link in links_of(self.units):
