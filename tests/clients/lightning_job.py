@@ -32,6 +32,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "manual": {},
     "checkpointing": {},  # of activations
     "lora": {},
+    "refused": {},
 }
 
 
@@ -77,7 +78,57 @@ class Model(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class Clipping(Model):
+    """Clips in a hook of its own, to ``norm``."""
+
+    norm, algorithm = 0.2, "norm"
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.clip_gradients(optimizer, self.norm, self.algorithm)
+
+
+class ClippingByValue(Clipping):
+    algorithm = "value"
+
+
+def refused(stage: int) -> dict[str, Any]:
+    """What is said of clipping and of batch sizes that the engine would not do; and what engines take from the Trainer."""
+
+    def fit(config: dict[str, Any], model: Model | None = None, **given: Any) -> str:
+        used = Trainer(
+            accelerator="cpu", devices=2, strategy=ZerorunStrategy({"zero_optimization": {"stage": stage}, **config}),
+            max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+            limit_val_batches=0, **given,
+        )  # fmt: skip
+        model = model or Model("plain")
+        seen: list[Any] = []
+        model.on_train_start = lambda: seen.append(used.strategy.engine)  # type: ignore[method-assign]
+        try:
+            used.fit(model, DataLoader(Sentences(), batch_size=2))
+        except Exception as error:
+            return f"{type(error).__name__} {error}"
+        return f"{seen[0].compute_dtype or torch.float32} clips to {seen[0].gradient_clipping()}"
+
+    switches = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "gradient_clipping": "auto"}
+    return {
+        "by value": fit({}, gradient_clip_val=0.1, gradient_clip_algorithm="value"),
+        "own hook": fit({}, Clipping("plain")),
+        "own hook, by value": fit({"gradient_clipping": 0.2}, ClippingByValue("plain")),
+        "own hook, as in the file": fit({"gradient_clipping": 0.2}, Clipping("plain")),
+        "accumulation": fit({"gradient_accumulation_steps": 4}),
+        "batch": fit({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, accumulate_grad_batches=3),
+        "no such batch": fit({"train_batch_size": 9}),
+        "same": fit({"gradient_accumulation_steps": 3, "train_batch_size": 12}, accumulate_grad_batches=3),
+        "auto": fit(switches),
+        "auto, bf16": fit(
+            {**switches, "gradient_accumulation_steps": "auto"}, precision="bf16-mixed", gradient_clip_val=0.5
+        ),
+    }
+
+
 def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
+    if cell == "refused":
+        return refused(stage or 0)
     seed_everything(5, verbose=False)
     zero: dict[str, Any] = {"stage": stage}
     if cell == "offload":
@@ -118,4 +169,6 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    run_cells(CELLS, train, skip=lambda cell, stage: cell == "offload" and stage == 0)
+    run_cells(
+        CELLS, train, skip=lambda cell, stage: (cell == "offload" and stage == 0) or (cell == "refused" and stage != 1)
+    )

@@ -117,3 +117,29 @@ def test_lightning(cell: str, stage: int) -> None:
     if importlib.util.find_spec("lightning") is None:
         pytest.skip("needs Lightning: pip install -e '.[clients]'")
     compare(found_by("lightning"), cell, stage)
+
+
+def test_what_lightning_asks_and_the_engine_does_not_is_refused() -> None:
+    """Clipping by value became clipping by norm, a hook's clipping nothing, and the file's accumulation was overwritten."""
+    if importlib.util.find_spec("lightning") is None:
+        pytest.skip("needs Lightning: pip install -e '.[clients]'")
+    said = found_by("lightning", "refused")["refused, stage 1"]
+    assert "error" not in said, said["error"]
+    for case, words in {
+        "by value": ("ConfigError", 'write "norm"'),
+        "own hook": ("StepError", "gradient_clip_val=0.2", "does not clip", "Trainer(gradient_clip_val=...)"),
+        "own hook, by value": ("StepError", "'value'", "clips to the norm 0.2"),
+        "own hook, as in the file": ("float32 clips to 0.2",),
+        "accumulation": (
+            "ConfigError",
+            "gradient_accumulation_steps = 4",
+            "accumulate_grad_batches=1",
+            "=4 to the Trainer",
+        ),
+        "batch": ("ConfigError", "train_batch_size = 8", "accumulate_grad_batches=3", "2 data-parallel ranks of 2 samples"),
+        "no such batch": ("ConfigError", "train_batch_size = 9", "accumulate_grad_batches=1"),
+        "same": ("float32 clips to 0.0",),
+        "auto": ("float32 clips to 0.0",),
+        "auto, bf16": ("bfloat16 clips to 0.5",),
+    }.items():
+        assert all(word in said[case] for word in words), (case, said[case])

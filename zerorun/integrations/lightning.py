@@ -4,6 +4,7 @@
 Lightning owns the loop: it counts micro-batches, divides the loss by them, steps schedulers of ``configure_optimizers``,
 and decides when to save. The engine owns gradients: it reduces, unscales and clips them, and updates. So the configuration
 takes ``gradient_accumulation_steps`` and, unless it has them, ``gradient_clipping`` and the precision from the Trainer.
+What the two say differently is an error, where the Trainer's is what Lightning does, and not what the file asks for.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from ..config.parse import data_parallel_degree, load_config
+from ..config.reader import AUTO
 from ..config.source import read_source
 from ..engine.engine import Engine
 from ..engine.initialize import initialize
-from ..errors import CheckpointError, ConfigError, ConfigProblem
+from ..errors import CheckpointError, ConfigError, ConfigProblem, StepError
 
+_CLIPPING = 'say the norm to Trainer(gradient_clip_val=...), or as "gradient_clipping" in the file, and leave out the call.'
+_BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 TAG = "checkpoint"  # of a checkpoint of zerorun in the directory that Lightning names
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "32-true": {},
@@ -35,6 +40,11 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
     "16-mixed": {"fp16": {"enabled": True}},
     "16-true": {"fp16": {"enabled": True}},
 }
+
+
+def _value(name: Any) -> str:
+    """The word of one of Lightning's enumerations, or the word itself."""
+    return str(getattr(name, "value", name))
 
 
 class EnginePrecision(Precision):
@@ -57,8 +67,41 @@ class EnginePrecision(Precision):
         self._strategy.engine.step()
         return result
 
-    def clip_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine clips, in ``step()``."""
+    def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        """Do nothing: the engine clips, in ``step()``. Raises StepError for what the engine does not do there."""
+        clips, algorithm = self._strategy.engine.gradient_clipping(), _value(gradient_clip_algorithm)
+        if clip_val > 0 and (algorithm != "norm" or float(clip_val) != clips):
+            does = f"clips to the norm {clips}" if clips else "does not clip"
+            raise StepError(
+                f"clip_gradients(gradient_clip_val={clip_val}, gradient_clip_algorithm={algorithm!r}) was called, but the "
+                f"engine clips in its step, and {does}. Remedy: {_CLIPPING}"
+            )
+
+
+def _clipping_problems(trainer: Trainer) -> list[ConfigProblem]:
+    algorithm = trainer.gradient_clip_algorithm
+    if algorithm is None or _value(algorithm) == "norm" or not trainer.gradient_clip_val:
+        return []
+    reason = "the engine clips by the global norm, over all ranks' gradients."
+    remedy = 'Leave it out, or write "norm"; gradient_clip_val is then that norm.'
+    return [ConfigProblem("gradient_clip_algorithm", _value(algorithm), reason, remedy)]
+
+
+def _batch_problems(given: dict[str, Any], config: dict[str, Any], trainer: Trainer) -> list[ConfigProblem]:
+    """What the batch sizes that were ``given`` say otherwise than the Trainer, from whom ``config`` has them."""
+    steps, problems = trainer.accumulate_grad_batches, list[ConfigProblem]()
+    wanted = f"the Trainer has accumulate_grad_batches={steps}, which counts."
+    if given.get(_STEPS, AUTO) not in (AUTO, None, steps):
+        remedy = f"Leave the key out, or pass accumulate_grad_batches={given[_STEPS]} to the Trainer."
+        problems.append(ConfigProblem(_STEPS, given[_STEPS], wanted, remedy))
+    elif isinstance(given.get(_BATCH), int):
+        ranks = data_parallel_degree(load_config(config, optimizer_given=True, scheduler_given=True), trainer.world_size)
+        micro = given.get(_MICRO) if isinstance(given.get(_MICRO), int) else None
+        if given[_BATCH] % (steps * ranks * (micro or 1)) or (micro and given[_BATCH] != steps * ranks * micro):
+            sizes = f"{ranks} data-parallel ranks" + (f" of {micro} samples" if micro else "")
+            remedy = "Leave the key out: it follows from the data loader's batch size and accumulate_grad_batches."
+            problems.append(ConfigProblem(_BATCH, given[_BATCH], f"{wanted[:-1]} for {sizes}.", remedy))
+    return problems
 
 
 class ZerorunStrategy(DDPStrategy):
@@ -66,8 +109,9 @@ class ZerorunStrategy(DDPStrategy):
 
     With an ``optimizer`` in the configuration, ``configure_optimizers`` is not called, and the engine steps the file's
     ``scheduler``. Checkpoints are directories, which load on any number of ranks; with ``save_weights_only`` they are
-    Lightning's single files of full weights. Raises ConfigError for a precision that is none of 32, bf16 and 16, and for
-    more than one optimizer.
+    Lightning's single files of full weights. Raises ConfigError for a precision that is none of 32, bf16 and 16, for
+    clipping by value, for more than one optimizer, and for batch sizes in the configuration that contradict
+    ``accumulate_grad_batches``.
     """
 
     strategy_name = "zerorun"
@@ -111,8 +155,8 @@ class ZerorunStrategy(DDPStrategy):
         """Make the engine, for training or, where stage 3 divides the model, for evaluation."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        config = self._configuration(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
+        config = self._configuration(trainer, fits=fits)
         if not fits and config.get("zero_optimization", {}).get("stage") != 3:
             self.model_to_device()
             _sync_module_states(self.lightning_module)
@@ -125,16 +169,23 @@ class ZerorunStrategy(DDPStrategy):
         self.optimizers = [self._engine.optimizer] if self._engine.optimizer is not None else []
         self.lr_scheduler_configs = schedules
 
-    def _configuration(self, trainer: Trainer) -> dict[str, Any]:
-        """The given one, with what the Trainer knows."""
-        config = dict(read_source(self._given)[0])
-        config["gradient_accumulation_steps"] = trainer.accumulate_grad_batches
-        config.setdefault("train_micro_batch_size_per_gpu", 1)
-        config.pop("train_batch_size", None)  # it follows from the others
-        if "gradient_clipping" not in config or trainer.gradient_clip_val is not None:
+    def _configuration(self, trainer: Trainer, *, fits: bool) -> dict[str, Any]:
+        """The given one, with what the Trainer knows. If it fits, raises ConfigError where they disagree."""
+        given, name = read_source(self._given)
+        config = {key: value for key, value in given.items() if key not in (_BATCH, _STEPS)}
+        config[_STEPS] = trainer.accumulate_grad_batches
+        if config.get(_MICRO) in (None, AUTO):
+            config[_MICRO] = 1
+        if config.get("gradient_clipping", AUTO) == AUTO or trainer.gradient_clip_val is not None:
             config["gradient_clipping"] = float(trainer.gradient_clip_val or 0.0)
+        for key in ("fp16", "bf16"):
+            if isinstance(config.get(key), dict) and config[key].get("enabled") == AUTO:
+                config[key] = {**config[key], "enabled": False}
         for key, section in _PRECISIONS[str(self.precision_plugin.precision)].items():
             config[key] = {**config.get(key, {}), **section}
+        problems = [*_clipping_problems(trainer), *_batch_problems(given, config, trainer)] if fits else []
+        if problems:
+            raise ConfigError(problems, name)
         return config
 
     def _optimizer(self, config: dict[str, Any]) -> tuple[torch.optim.Optimizer | None, list[Any]]:
