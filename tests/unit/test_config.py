@@ -671,6 +671,12 @@ def test_given_optimizer_settles_the_optimizer_section() -> None:
     assert "optimizer" in [note.key for note in resolved.notes]
 
 
+def test_auto_precision_is_noted() -> None:
+    config = load_config({"train_batch_size": 1, "bf16": {"enabled": "auto"}})
+    told = [str(note) for note in resolve(config, data_parallel_size=1).provenance.notes]
+    assert "bf16.enabled: auto chose bf16, which the device has; write false for fp32." in told
+
+
 def test_auto_precision() -> None:
     def precision(source: dict[str, Any], bf16_available: bool = True) -> tuple[bool, bool]:
         config = load_config({"train_batch_size": 1, **source})

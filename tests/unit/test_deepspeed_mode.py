@@ -298,3 +298,19 @@ print(engine.optimizer.needs_scaler())
 """
     told = ["False", "True", "(3, 4) 12 AVAILABLE True", "True tensor(True)", "False"]
     assert printed(BEGIN + text, tmp_path) == told
+
+
+def test_auto_switches_of_precision_are_off(tmp_path: Path) -> None:
+    """DeepSpeed reads over "auto". It became bf16 in a script that no trainer filled the file in for."""
+    text = """
+import torch, deepspeed
+auto = {"enabled": "auto"}
+for precision in ({"bf16": auto}, {"fp16": {**auto, "loss_scale": 0}, "bfloat16": {"enabled": True}}):
+    model = torch.nn.Linear(4, 3)
+    settings = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {}}, **precision}
+    deepspeed.initialize(model=model, config=settings)
+    print(model.weight.dtype, deepspeed.DeepSpeedConfig(settings).bf16.enabled)
+"""
+    done = run(BEGIN + text, tmp_path)
+    assert done.stdout.splitlines() == ["torch.float32 False", "torch.bfloat16 True"], done.stderr
+    assert done.stderr.count('"auto" in bf16.enabled is false, as in DeepSpeed') == 1

@@ -213,8 +213,26 @@ def test_one_cycle_momentum_of_adam_and_of_sgd() -> None:
     assert schedule.get_mom() == [adam.param_groups[0]["betas"]]
     assert adam.param_groups[0]["betas"] == pytest.approx((0.9 - 0.1 / 3, 0.99))
     sgd = make_sgd(momentum=0.5)
-    build_schedule("OneCycle", PARAMS["OneCycle"], sgd).step()
+    told = build_schedule("OneCycle", {**PARAMS["OneCycle"], "cycle_momentum": True}, sgd)
+    assert told.get_mom() == [0.9] and sgd.param_groups[0]["momentum"] == 0.8
+    told.step()
     assert sgd.param_groups[0]["momentum"] == pytest.approx(0.9 - 0.1 / 3)
+
+
+def test_one_cycle_leaves_the_momentum_of_sgd_alone_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed cycles betas only. A file that trained there with SGD trained with another momentum here."""
+    sgd = make_sgd(momentum=0.5)
+    told: list[str] = []
+    monkeypatch.setattr("zerorun.optim.lr_schedules.info_once", told.append)
+    schedule = build_schedule("OneCycle", PARAMS["OneCycle"], sgd)
+    build_schedule("OneCycle", {**PARAMS["OneCycle"], "cycle_momentum": True}, make_sgd(momentum=0.5))
+    assert schedule.get_mom() == [0.5]
+    for _ in range(9):
+        assert sgd.param_groups[0]["momentum"] == 0.5
+        schedule.step()
+    stays, cycles = told
+    assert 'momentum stays, as in DeepSpeed; "cycle_momentum": true' in stays
+    assert "the optimizer's momentum cycles; DeepSpeed cycles betas only" in cycles
 
 
 def test_one_cycle_has_a_momentum_for_each_group() -> None:

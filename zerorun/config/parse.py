@@ -312,6 +312,10 @@ class _Resolution:
         self.decide("fp16.enabled", False)
         if "bf16.enabled" in self.open:
             self.decide("bf16.enabled", bf16_available and free)
+            if bf16_available and free:
+                self.notes.append(
+                    ConfigNote("bf16.enabled", "auto chose bf16, which the device has; write false for fp32.")
+                )
         elif asked and free and bf16_available and config.sources.get("bf16.enabled") == "default":
             self.values["bf16.enabled"] = True
             self.notes.append(ConfigNote("fp16.enabled", "auto chose bf16; write true for fp16."))

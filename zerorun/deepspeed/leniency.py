@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from ..config.fields import Section, section_of
-from ..config.reader import is_comment
+from ..config.reader import AUTO, is_comment
 from ..config.schema import Config
 from ..config.source import read_source
 from ..log import info_once
@@ -36,7 +36,7 @@ def as_deepspeed_reads(source: Any) -> Any:
     if source is None or isinstance(source, Config):
         return source
     raw, name = read_source(source)
-    flags = _with_flags(Config, raw)
+    flags = _with_switches(_with_flags(Config, raw), name)
     kept, dropped = dict(flags), list[str]()
     _drop_unknown(Config, kept, "", dropped)
     for section in _LOOKED_THROUGH:
@@ -65,6 +65,23 @@ def _with_flags(kind: type[Section], section: dict[str, Any]) -> dict[str, Any]:
         elif type(value) is int and value in (0, 1) and _takes_flags(field.annotation):
             changed[key] = bool(value)
     return {**section, **changed} if any(section[key] is not value for key, value in changed.items()) else section
+
+
+def _with_switches(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return ``raw`` with false where "auto" is the switch of fp16 or bf16, which trainers fill in; itself if nowhere."""
+    changed: dict[str, Any] = {}
+    for key in ("fp16", "bf16", "bfloat16"):
+        section = raw.get(key)
+        if isinstance(section, dict) and section.get("enabled") == AUTO:
+            changed[key] = {**section, "enabled": False}
+    if not changed:
+        return raw
+    switches = ", ".join(f"{key}.enabled" for key in changed)
+    info_once(
+        f'{name}: "auto" in {switches} is false, as in DeepSpeed. Trainers write a value there; without one, write true '
+        "for the precision that you want."
+    )
+    return {**raw, **changed}
 
 
 def _takes_flags(annotation: Any) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zerorun.errors import ConfigError, ConfigProblem, ModelError
-from zerorun.log import warn_once
+from zerorun.log import info_once, warn_once
 
 PerGroup = float | tuple[float, ...]  # one value for all parameter groups, or one for each
 
@@ -124,7 +124,8 @@ class OneCycle:
 
     Momentum runs the other way: from ``cycle_max_mom`` down to ``cycle_min_mom`` and back, then grows by
     (1 + decay_mom_rate k / decay_step_size). A stair count cuts a half cycle into that many flat stairs.
-    ``decay_step_size`` 0 means no decay. Smith 2018, arXiv:1803.09820.
+    ``decay_step_size`` 0 means no decay. ``cycle_momentum`` None: only betas cycle, and the momentum of SGD and its like
+    stays, as in DeepSpeed; with True that cycles as well. Smith 2018, arXiv:1803.09820.
     """
 
     cycle_min_lr: PerGroup
@@ -135,7 +136,7 @@ class OneCycle:
     cycle_first_stair_count: int = 0
     cycle_second_stair_count: int | None = None
     decay_step_size: int = 0
-    cycle_momentum: bool = True
+    cycle_momentum: bool | None = None
     cycle_min_mom: PerGroup = 0.8
     cycle_max_mom: PerGroup = 0.9
     decay_mom_rate: float = 0.0
@@ -145,6 +146,10 @@ class OneCycle:
         if i < self._length():
             return low + (high - low) * self._height(i + 1)
         return low / (1 + self.decay_lr_rate * self._decay_intervals(i))
+
+    def cycles(self, key: str | None) -> bool:
+        """Whether what a group has under ``key``, "betas" or "momentum", goes up and down; None: it has neither."""
+        return key is not None and bool(self.cycle_momentum if self.cycle_momentum is not None else key == "betas")
 
     def momentum_at(self, i: int, group: int) -> float:
         """Return the momentum (``betas[0]`` of Adam-like optimizers) of ``group`` after ``i + 1`` completed steps."""
@@ -214,8 +219,8 @@ class LRSchedule:
         self._momentum_keys = [_momentum_key(group) for group in optimizer.param_groups]
         if problems := _length_problems(formula, len(self.base_lrs)):
             raise ConfigError(problems)
-        if isinstance(formula, OneCycle) and formula.cycle_momentum and not any(self._momentum_keys):
-            warn_once("scheduler OneCycle: cycle_momentum has no effect, the optimizer has neither betas nor momentum")
+        if isinstance(formula, OneCycle):
+            _tell_momentum(formula, self._momentum_keys)
         self._apply()
 
     def step(self, last_batch_iteration: int | None = None) -> None:
@@ -241,11 +246,13 @@ class LRSchedule:
         Before the first step a cycling momentum is said to be the highest, as in DeepSpeed, though groups have the lowest.
         """
         formula = self.formula
-        if isinstance(formula, OneCycle) and formula.cycle_momentum and self.last_batch_iteration < 0:
-            highest = [_of_group(formula.cycle_max_mom, number) for number in range(len(self.base_lrs))]
-            values = {"betas": lambda high: (high, 0.99), "momentum": lambda high: high, None: lambda high: 0.0}
-            return [values[key](high) for key, high in zip(self._momentum_keys, highest, strict=True)]
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+        found = [group.get("betas", group.get("momentum", 0.0)) for group in self.optimizer.param_groups]
+        if isinstance(formula, OneCycle) and self.last_batch_iteration < 0:
+            for number, key in enumerate(self._momentum_keys):
+                high = _of_group(formula.cycle_max_mom, number)
+                if formula.cycles(key):
+                    found[number] = (high, 0.99) if key == "betas" else high
+        return found
 
     def state_dict(self) -> dict[str, int]:
         """Return the one integer that a checkpoint needs."""
@@ -266,15 +273,17 @@ class LRSchedule:
         self._last_lr = self.get_lr()
         for group, lr in zip(groups, self._last_lr, strict=True):
             _assign(group, "lr", lr)
-        if isinstance(self.formula, OneCycle) and self.formula.cycle_momentum:
+        if isinstance(self.formula, OneCycle):
             self._apply_momentum(self.formula)
 
     def _apply_momentum(self, formula: OneCycle) -> None:
         for number, (group, key) in enumerate(zip(self.optimizer.param_groups, self._momentum_keys, strict=True)):
             momentum = formula.momentum_at(self.last_batch_iteration, number)
+            if not formula.cycles(key):
+                continue
             if key == "betas":
                 group["betas"] = (momentum, 0.99)  # DeepSpeed fixes the second beta at 0.99
-            elif key == "momentum":
+            else:
                 group["momentum"] = momentum
 
 
@@ -325,6 +334,18 @@ def _momentum_key(group: dict[str, Any]) -> str | None:
     if "betas" in group:
         return "betas"
     return "momentum" if group.get("momentum") else None
+
+
+def _tell_momentum(formula: OneCycle, keys: list[str | None]) -> None:
+    """Say what cycles besides the lr, where a reader of the file might expect something else."""
+    if formula.cycle_momentum and not any(keys):
+        warn_once("scheduler OneCycle: cycle_momentum has no effect, the optimizer has neither betas nor momentum")
+    elif formula.cycle_momentum and "momentum" in keys:
+        info_once(
+            "scheduler OneCycle: cycle_momentum is given, so the optimizer's momentum cycles; DeepSpeed cycles betas only."
+        )
+    elif formula.cycle_momentum is None and "momentum" in keys:
+        info_once('scheduler OneCycle: the optimizer\'s momentum stays, as in DeepSpeed; "cycle_momentum": true cycles it.')
 
 
 def _assign(group: dict[str, Any], key: str, value: float) -> None:
