@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
+from simulation import simulated_device
 from torch import nn
 from training import make_config, shared_topology
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -285,7 +286,7 @@ def weighted(stage: int, scales: Sequence[float], trained: bool) -> tuple[bool, 
     made[1].requires_grad_(trained)  # as in a GAN, by turns
     x = given(dist.get_rank()).float().to(engines[0].device)
     for number, weight in enumerate(weights):
-        engines[0].backward(loss_of(engines, x + number), weight=weight)
+        engines[0].backward(loss_of(engines, x + number), weight=torch.tensor(weight, device=x.device))
     found, text = equal(gradients(made if trained else made[:1]), expected), ""
     made[1].requires_grad_()
     try:
@@ -301,6 +302,19 @@ def weighted(stage: int, scales: Sequence[float], trained: bool) -> tuple[bool, 
 @pytest.mark.parametrize("stage", by_day(range(4), 1, 2))
 def test_a_weight_counts_in_all_engines_that_the_loss_went_through(stage: int, scales: tuple[float, float]) -> None:
     for found, text in run_ranks(2, weighted, stage, scales, True):
+        assert found
+        assert "called with a weight and then a loss to be averaged" in text
+
+
+def weighted_on_a_device(stage: int) -> tuple[bool, str]:
+    """A device keeps the weights; the program does not know them."""
+    with simulated_device():
+        return weighted(stage, (8.0, 16.0), True)
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_weight_on_a_device_counts_in_all_engines(stage: int) -> None:
+    for found, text in run_ranks(2, weighted_on_a_device, stage):
         assert found
         assert "called with a weight and then a loss to be averaged" in text
 
