@@ -185,6 +185,10 @@ def test_ranks_of_torchrun_on_several_hosts(cluster: Cluster, tmp_path: Path, ki
         time.sleep(0.05)
     begun = time.monotonic()
     if kind == "frozen":
+        connected = "ls -l /proc/$(pgrep -of '[l]auncher.sidecar')/fd | grep -q socket:"
+        wait_for(lambda: cluster[1].shell(connected, check=False).returncode == 0, 60, "a supervisor on node1")
+        time.sleep(2 * patience())  # what it then tells of its ranks
+        begun = time.monotonic()
         cluster[1].shell("kill -STOP $(pgrep -f '[l]auncher.sidecar|[t]rain.py')")
     err = jobs[0].communicate(timeout=60 * patience())[1]
     assert time.monotonic() - begun < 15 * patience(), err

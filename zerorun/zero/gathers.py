@@ -105,6 +105,7 @@ class Gathers:
     def __init__(self, units: list[Unit], slots: SlotPool, comm: Communicator) -> None:
         self.slots = slots
         self.phases = 0  # forwards and backwards that have begun
+        self.updates = 0  # of the weights
         self._units, self._comm = units, comm
         self._in_fp8 = any(group.plan.float8 is not None for unit in units for group in unit.flat_groups)
         self._largest_at = -1  # the state of the shards whose largest magnitudes are known
@@ -250,6 +251,11 @@ class Gathers:
         if not unit.plan.keeps_others:
             unit.let_go_of_others()
         self.slots.occupant[slot] = None
+
+    def begin_anew(self) -> None:
+        """The weights have other values now."""
+        self.updates += 1
+        self.evict_all()
 
     def evict_all(self) -> None:
         """Empty all shared slots."""

@@ -71,19 +71,30 @@ def released_parameter(name: str, unit: str) -> ReleasedParameterError:
     )
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested dicts, lists, tuples and dataclasses."""
+def tensors_in(value: Any, *, objects: int = 0) -> Iterator[torch.Tensor]:
+    """Yield all tensors in nested dicts, lists, tuples and dataclasses.
+
+    ``objects``: so many other objects, one as an attribute of another, are looked through as well; no modules.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from tensors_in(item, objects=objects)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item)
+            yield from tensors_in(item, objects=objects)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name), objects=objects)
+    elif objects and not isinstance(value, (type, torch.nn.Module)):
+        slots = {name: getattr(value, name, None) for kind in type(value).__mro__ for name in _slots_of(kind)}
+        yield from tensors_in({**slots, **getattr(value, "__dict__", {})}, objects=objects - 1)
+
+
+def _slots_of(kind: type) -> Sequence[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 # Functions of tensors by which programs get at values to save them: torch.save, safetensors, and what precedes both.

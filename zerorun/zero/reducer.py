@@ -17,7 +17,7 @@ import torch
 from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.statistics import Pending
-from ..errors import OrderError
+from ..errors import ModelError, OrderError
 from ..plan.reductions import Reductions
 from ..plan.sharding_plan import ShardingPlan
 from .placeholders import released_parameter
@@ -55,6 +55,8 @@ class Reducer:
         self._reduces = False  # in this backward
         self._is_last = False  # no other backward comes before the step, as far as is known
         self._used: set[int] = set()  # units with a forward since the last step
+        self._watches = False  # in this backward: gradients come for units that are needed
+        self._expected: set[int] = set()  # those units
         self._completed: set[int] = set()  # units, in this backward
         self._late_before: set[int] = set()
         self._reductions = Reductions(self._start, self._finish, Unit.vacate, Unit.go_on_reducing, overlap=plan.overlap)
@@ -91,14 +93,27 @@ class Reducer:
                 if flat_group.residual is not None:
                     yield f"rank {self._comm.topology.rank}: {unit.name} {number} ({hops})", flat_group.residual
 
-    def use(self, unit: Unit) -> None:
-        """``unit`` is needed: gradients may come for it."""
+    def use(self, unit: Unit, *, in_backward: bool) -> None:
+        """``unit`` is needed: gradients may come for it, and in a backward not before."""
         self._used.add(unit.index)
+        if in_backward and unit.index not in self._expected:
+            self._refuse_stray(unit)
+            self._expected.add(unit.index)
 
     # -- in a backward -------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """A backward begins: no gradients are complete. Find out whether they are to be reduced in it."""
+    def begin(self, *, watches: bool) -> None:
+        """A backward begins: no gradients are complete. Find out whether they are to be reduced in it.
+
+        ``watches``: gradients come for units that are needed, and those that are there are from before.
+        """
+        self._watches = watches
+        self._expected.clear()
+        for unit in self._units if watches else ():
+            if not unit.resident:
+                self._refuse_placeholder(unit)
+                for flat_group in unit.trainable:
+                    flat_group.set_late_aside()
         self._is_last = self._backwards.reduces_now()
         self._reduces = self._shares_slots or self._is_last
         self._completed.clear()
@@ -152,9 +167,21 @@ class Reducer:
         self._backwards.ended()
 
     def _refuse_stray(self, unit: Unit) -> None:
+        """Raise if a unit that shares slots has a gradient, and was not unsharded for it."""
+        if unit.resident:
+            return
+        self._refuse_placeholder(unit)
+        if self._watches and unit.index not in self._expected and (names := unit.names_with_gradient()):
+            raise ModelError(
+                f"parameter {names[0]!r} got a gradient while the weights of its unit {unit.name!r} were not on this rank: "
+                "the loss depends on something that the unit's forward has neither returned nor put into its arguments, "
+                "such as a loss that it keeps as an attribute. Remedy: let it return that, or use stage 2."
+            )
+
+    def _refuse_placeholder(self, unit: Unit) -> None:
         """Raise if a unit that was never unsharded has a gradient: a script has used its placeholder."""
-        if not unit.resident and unit.index not in self._used and unit.has_gradient():
-            raise released_parameter(unit.names_with_gradient()[0], unit.name)
+        if unit.index not in self._used and (names := unit.names_with_gradient()):
+            raise released_parameter(names[0], unit.name)
 
     # -- before a step -------------------------------------------------------------------------------------------
 

@@ -47,7 +47,7 @@ from torch.autograd import Variable
 
 from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
-from ..errors import ModelError
+from ..errors import ModelError, StepError
 from ..plan.sharding_plan import ShardingPlan
 from .away import GRADIENTS, SLOTS, WEIGHTS
 from .builder import ShardedParameters
@@ -61,6 +61,8 @@ from .unit import Unit
 _MAX_OUTSTANDING = 32
 # Of the frames of forwards: hooks and all.
 _MODULE_CALL = nn.Module._call_impl.__code__
+# How deep outputs that are objects of the script's own classes are looked through for tensors.
+_DEEPEST_OBJECT = 3
 # Key in the metadata of an autograd node: the index of the unit whose output the node makes.
 MADE_BY = "zerorun unit"
 
@@ -88,11 +90,12 @@ class Removable(Protocol):
 
 
 class RunningForwards:
-    """The units whose forward is running, outermost first."""
+    """The units whose forward is running, outermost first, and what their inputs were made by when they began."""
 
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
         self._inside: list[int] = []
+        self._inputs: dict[int, list[dict[int, Any]]] = {}  # unit -> for each of its forwards, tensor -> its node
 
     def __bool__(self) -> bool:
         return bool(self._inside)
@@ -113,6 +116,26 @@ class RunningForwards:
         while self._inside and self._inside.pop() != unit.index:
             pass  # an exception, which the script caught, has left that one
         return unit.index not in self._inside
+
+    def note_inputs(self, unit: Unit, given: Any) -> None:
+        """A forward of ``unit`` begins, which may change what it is ``given``."""
+        self._inputs.setdefault(unit.index, []).append({id(tensor): tensor.grad_fn for tensor in tensors_in(given)})
+
+    def made_by(self, unit: Unit, given: Any, output: Any) -> Iterator[torch.Tensor]:
+        """The forward of ``unit`` ends: yield the tensors that it has made, in ``output`` or in what it was ``given``.
+
+        What it has only passed through was made, and has its hooks, elsewhere.
+        """
+        noted = self._inputs.get(unit.index)
+        before = noted.pop() if noted else {}
+        made = {id(tensor): tensor for tensor in (*tensors_in(given), *tensors_in(output, objects=_DEEPEST_OBJECT))}
+        for key, tensor in made.items():
+            if tensor.grad_fn is not None and before.get(key, self) is not tensor.grad_fn:
+                yield tensor
+
+    def forget_inputs(self) -> None:
+        """Forget the inputs of forwards that an exception, or the end of a recomputation, has left."""
+        self._inputs.clear()
 
     def each(self) -> Iterator[Unit]:
         """The running units, without repetition."""
@@ -191,7 +214,7 @@ class Runtime:
         self._backward: ExecutionTrace | None = None
         self._outstanding: deque[ExecutionTrace] = deque(maxlen=_MAX_OUTSTANDING)  # forwards whose backward may still come
         self._inside = RunningForwards(made.units)
-        self._on_inputs = InputHooks(self._pre_backward)
+        self._on_inputs = InputHooks(lambda unit, grad: self._pre_backward(unit, None, grad))
         self._handles: list[Removable] = list(self._install_hooks())
         # Shards that are updated in host memory, in the background, are ready only when their rank says so.
         still = [unit for unit in made.units if not unit.resident and not unit.placement.optimizer]
@@ -209,7 +232,7 @@ class Runtime:
         for unit in self.units:
             for module in unit.modules:
                 enter, leave = partial(self._pre_forward, unit), partial(self._post_forward, unit)
-                yield module.register_forward_pre_hook(enter, prepend=True)
+                yield module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                 yield module.register_forward_hook(leave, with_kwargs=True)
                 if self.plan.shares_params:
                     yield module.register_forward_hook(self._after_any, always_call=True)
@@ -222,10 +245,13 @@ class Runtime:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._inside.forget_inputs()
 
-    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any) -> None:
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if unit.index == 0:
             self._recover()
+        if torch.is_grad_enabled():
+            self._inside.note_inputs(unit, (args, kwargs))
         if self._backward is not None:  # recomputation, which may stop half-way and never leave
             if unit.index:
                 self._need(self._backward, unit)
@@ -254,18 +280,21 @@ class Runtime:
             self.reads.end()
 
     def _hook_outputs(self, unit: Unit, given: Any, output: Any) -> None:
-        inputs = list(tensors_in(given))
         if not unit.resident:
-            self._on_inputs.add(unit, inputs)
-        passed_through = {id(tensor) for tensor in inputs}  # made, and hooked, elsewhere
-        pre_backward = partial(self._pre_backward, unit)
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None and id(tensor) not in passed_through:
-                tensor.register_hook(pre_backward)
-                if not unit.resident:
-                    tensor.grad_fn.metadata[MADE_BY] = unit.index  # type: ignore[index]
+            self._on_inputs.add(unit, list(tensors_in(given)))
+        pre_backward = partial(self._pre_backward, unit, self.gathers.updates if unit.trainable else None)
+        for tensor in self._inside.made_by(unit, given, output):
+            tensor.register_hook(pre_backward)
+            if not unit.resident:
+                tensor.grad_fn.metadata[MADE_BY] = unit.index  # type: ignore[union-attr, index]
 
-    def _pre_backward(self, unit: Unit, grad: torch.Tensor) -> None:
+    def _pre_backward(self, unit: Unit, updates: int | None, grad: torch.Tensor) -> None:
+        """A backward comes to ``unit``. ``updates``: of the weights until its forward; None if that does not matter."""
+        if updates not in (None, self.gathers.updates):
+            raise StepError(
+                f"a backward has come to {unit.name!r} by a forward from before the last step(): its weights are others "
+                "now, and gradients would be wrong. Remedy: run the forward again, or call step() after all its backwards."
+            )
         with torch.no_grad():  # a backward that builds a graph has gradients on
             trace = self._backward or self._begin_backward()
             if unit.index:
@@ -274,7 +303,7 @@ class Runtime:
     # -- what is running -----------------------------------------------------------------------------------------
 
     def _need(self, trace: ExecutionTrace, unit: Unit) -> None:
-        self.reducer.use(unit)
+        self.reducer.use(unit, in_backward=trace is self._backward)
         self.gathers.need(trace, unit, self._leaving(trace))
 
     def _leaving(self, trace: ExecutionTrace) -> Callable[[Unit], None] | None:
@@ -323,7 +352,7 @@ class Runtime:
             self._end_forward(interrupted)
         if self.made.states.away:
             self.made.states.bring_back(WEIGHTS, SLOTS, *GRADIENTS)
-        self.reducer.begin()
+        self.reducer.begin(watches=not self._part.held)
         self._backward = self.gathers.begin_backward(self.take_passes())
         Variable._execution_engine.queue_callback(partial(self._post_backward, self._backward, interrupted))
         return self._backward
@@ -372,7 +401,7 @@ class Runtime:
     def complete(self, part: ModelPart) -> None:
         """The held gradients of ``part`` are complete now: collect and reduce them."""
         with self.running(replace(part, held=False)):
-            self.reducer.begin()
+            self.reducer.begin(watches=False)
             self._complete_rest()
 
     def take_passes(self) -> list[ExecutionTrace]:
@@ -391,6 +420,7 @@ class Runtime:
         self._outstanding.clear()
         self.reducer.forget()
         self._on_inputs.remove()
+        self._inside.forget_inputs()
 
 
 def refuse_managed(module: nn.Module) -> None:

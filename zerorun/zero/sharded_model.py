@@ -139,8 +139,12 @@ class ShardedModel:
     # -- a step --------------------------------------------------------------------------------------------------
 
     def reduce(self) -> None:
-        """Give every rank the summed gradients of its shards, without those that came late on some rank."""
+        """Give every rank the summed gradients of its shards, without those that came late on some rank.
+
+        Late are also those of a loss that uses parameters outside of any forward, such as a penalty: no hook has seen them.
+        """
         self.bring_back()
+        self.runtime.reducer.look_for_late()
         self.runtime.reducer.reduce_accumulated()
         self._drain()
         if self.comm.topology.world_size > self.comm.topology.data_size:
@@ -176,7 +180,7 @@ class ShardedModel:
         new values, and those that write to them must not change what others have still to read. With
         ``overlap_param_gather`` loops do neither, and it goes on behind the next forward.
         """
-        self.runtime.gathers.evict_all()
+        self.runtime.gathers.begin_anew()
         for unit in self.units:
             unit.has_new_values()
         resident = [unit for unit in self.units if unit.resident]

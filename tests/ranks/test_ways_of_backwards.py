@@ -1,0 +1,281 @@
+"""Backwards that come to a unit by other ways than a tensor that its forward returns, or that none of its hooks sees."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import zerorun
+from zerorun.errors import ModelError, StepError
+
+WIDTH, BLOCKS, STEPS, RATE = 8, 5, 3, 0.1
+
+
+@dataclass
+class Fields:
+    h: torch.Tensor
+
+
+class Attributes:
+    def __init__(self, h: torch.Tensor) -> None:
+        self.h = h
+
+
+class Slots:
+    __slots__ = ("inner",)
+
+    def __init__(self, h: torch.Tensor) -> None:
+        self.inner = Attributes(h)
+
+    @property
+    def h(self) -> torch.Tensor:
+        return self.inner.h
+
+
+def into_dict(block: Block, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    given["h"] = block.apply_to(given["h"])
+    return given
+
+
+def into_list(block: Block, given: list[torch.Tensor]) -> list[torch.Tensor]:
+    given.append(block.apply_to(given[-1]))
+    return given
+
+
+def into_fields(block: Block, given: Fields) -> Fields:
+    given.h = block.apply_to(given.h)
+    return given
+
+
+def into_what_it_was_given(block: Block, given: dict[str, torch.Tensor]) -> None:
+    given["h"] = block.apply_to(given["h"])
+
+
+def in_place(block: Block, x: torch.Tensor) -> torch.Tensor:
+    x += block.apply_to(torch.relu(x))
+    return x
+
+
+def unchanged_beside(block: Block, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    x, first = given
+    return block.apply_to(x), first
+
+
+def identity(value: Any) -> Any:
+    return value
+
+
+# The forward of a block, what its input is made of, and how the output is read. Who returns None has changed the input.
+Form = tuple[Callable[[Any, Any], Any], Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+FORMS: dict[str, Form] = {
+    "a tensor": (lambda block, x: block.apply_to(x), identity, identity),
+    "a dict": (into_dict, lambda h: {"h": h}, lambda out: out["h"]),
+    "a list": (into_list, lambda h: [h], lambda out: out[-1]),
+    "fields": (into_fields, Fields, lambda out: out.h),
+    "nothing": (into_what_it_was_given, lambda h: {"h": h}, lambda out: out["h"]),
+    "in place": (in_place, identity, identity),
+    "attributes": (lambda block, given: Attributes(block.apply_to(given.h)), Attributes, lambda out: out.h),
+    "slots": (lambda block, given: (Slots(block.apply_to(given[0].h)),), lambda h: (Slots(h),), lambda out: out[0].h),
+    "unchanged beside": (unchanged_beside, lambda h: (h, h), lambda out: out[0] + out[1]),
+}
+
+
+class Block(nn.Module):
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.layer = form, nn.Linear(WIDTH, WIDTH)
+
+    def apply_to(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+    def forward(self, given: Any) -> Any:
+        return FORMS[self.form][0](self, given)
+
+
+class Stack(nn.Module):
+    def __init__(self, form: str, recompute: bool = False) -> None:
+        super().__init__()
+        self.form, self.recompute = form, recompute
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(form) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _, pack, unpack = FORMS[self.form]
+        given = pack(self.first(x))
+        for block in self.blocks:
+            out = checkpoint(block, given, use_reentrant=False) if self.recompute else block(given)
+            given = given if out is None else out
+        return self.head(unpack(given))
+
+
+def batches() -> torch.Tensor:
+    """[steps, ranks, samples, width]."""
+    return torch.randn(STEPS, dist.get_world_size(), 2, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def begin(module: nn.Module, stage: int, **changes: Any) -> tuple[zerorun.Engine, nn.Module, torch.optim.Optimizer]:
+    """An engine, and the same model with the same optimizer in one process."""
+    alone = copy.deepcopy(module)
+    sgd = {"type": "SGD", "params": {"lr": RATE}}
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, "optimizer": sgd, **changes}
+    engine = zerorun.initialize(module, {**config, "zero_optimization": {"stage": stage}})
+    return engine, alone, torch.optim.SGD(alone.parameters(), lr=RATE)
+
+
+def largest_difference(engine: zerorun.Engine, alone: nn.Module) -> float:
+    found, wanted = engine.state_dict(), alone.state_dict()
+    return max(float((found[name] - value).abs().max()) for name, value in wanted.items())
+
+
+def trained(form: str, stage: int, recompute: bool) -> float:
+    torch.manual_seed(0)
+    engine, alone, optimizer = begin(Stack(form, recompute), stage)
+    for step in batches():
+        engine.backward(engine(step[dist.get_rank()]).square().mean())
+        engine.step()
+        torch.stack([alone(x).square().mean() for x in step]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = largest_difference(engine, alone)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("recompute", (False, True))
+@pytest.mark.parametrize("stage", (2, 3))
+@pytest.mark.parametrize("form", FORMS)
+def test_what_a_forward_makes_is_seen_wherever_it_puts_it(form: str, stage: int, recompute: bool) -> None:
+    if recompute and form in ("a dict", "a list", "fields", "nothing", "in place"):
+        return  # torch recomputes from the input, which the first forward has changed
+    assert max(run_ranks(2, trained, form, stage, recompute)) < 1e-6
+
+
+class KeepsALoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.beside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layer(x))
+        self.loss = self.beside(y).square().mean()
+        return y
+
+
+def kept_losses(stage: int) -> str | float:
+    """The losses that blocks keep as attributes are added to the loss: the error, or the difference of weights."""
+    torch.manual_seed(0)
+    engine, alone, optimizer = begin(nn.Sequential(*(KeepsALoss() for _ in range(BLOCKS))), stage)
+    try:
+        for step in batches():
+            out = engine(step[dist.get_rank()])
+            engine.backward(out.square().mean() + sum(block.loss for block in engine.module))
+            engine.step()
+            losses = [alone(x).square().mean() + sum(block.loss for block in alone) for x in step]  # type: ignore[attr-defined]
+            torch.stack(losses).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return largest_difference(engine, alone)
+    except ModelError as error:
+        return str(error)
+    finally:
+        for block in engine.module:
+            del block.loss  # a graph, whose hooks belong to the engine
+        engine.destroy()
+        torch.ones(
+            (), requires_grad=True
+        ).backward()  # torch keeps what was ready when a backward failed, until the next one
+
+
+def test_a_loss_that_a_block_keeps_is_no_silent_error() -> None:
+    """At stage 3 its weights are not there when the backward begins with it."""
+    assert max(run_ranks(2, kept_losses, 2)) < 1e-6
+    for text in run_ranks(2, kept_losses, 3):
+        assert (
+            "got a gradient while the weights of its unit" in text and "Remedy: let it return that, or use stage 2" in text
+        )
+
+
+class Tempered(nn.Module):
+    """Its temperature is used by the loss alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.log_t = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))), nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+
+def penalty(module: nn.Module, stage: int) -> torch.Tensor:
+    """Of parameters that no forward of this backward has used. At stage 3 those of layers are not there."""
+    layers = sum(param.abs().sum() for param in module.body.parameters()) if stage < 3 else 0.0
+    return (module.log_t - 1).square() + 0.01 * layers  # type: ignore[operator, no-any-return]
+
+
+def penalised(stage: int, last: bool, accumulation: int) -> float:
+    torch.manual_seed(0)
+    engine, alone, optimizer = begin(Tempered(), stage, gradient_accumulation_steps=accumulation)
+    for step in batches():
+        for _ in range(accumulation):
+            losses = [engine(step[dist.get_rank()]).square().mean(), penalty(engine.module, stage)]
+            for loss in losses if last else reversed(losses):
+                engine.backward(loss)
+            engine.step()
+            for loss in (torch.stack([alone(x).square().mean() for x in step]).mean(), penalty(alone, stage)):
+                (loss / accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = largest_difference(engine, alone)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("accumulation", (1, 2))
+@pytest.mark.parametrize("last", (True, False))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_a_backward_that_comes_to_no_forward_counts(stage: int, last: bool, accumulation: int) -> None:
+    assert max(run_ranks(2, penalised, stage, last, accumulation)) < 1e-6
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.actor, self.critic = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x)
+        return self.actor(hidden), self.critic(hidden)
+
+
+def from_before(stage: int) -> str:
+    """The error of a backward by a forward from before step()."""
+    engine, *_ = begin(TwoHeads(), stage)
+    first, second = engine(torch.ones(2, WIDTH))
+    engine.backward(first.mean(), retain_graph=True)
+    engine.step()
+    try:
+        engine.backward(second.mean())
+    except StepError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return "nothing"
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_a_forward_from_before_the_last_step_is_refused(stage: int) -> None:
+    """torch says of such a backward that weights were modified by an inplace operation; zerorun's are views."""
+    for text in run_ranks(2, from_before, stage):
+        assert "by a forward from before the last step()" in text and "Remedy: run the forward again" in text
