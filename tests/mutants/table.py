@@ -2957,4 +2957,12 @@ MUTANTS = (
         "        if False:",
         ("tests/ranks/test_ways_of_backwards.py::test_a_forward_from_before_the_last_step_is_refused",),
     ),
+    Mutant(
+        "cancelled-gradients-are-a-secret",
+        "swallowed",
+        "zerorun/deepspeed/param_grad.py",
+        "    return group.reduced or group.used[home.entry] or home.entry in group.late",
+        "    return home.entry in group.late",
+        ("tests/ranks/test_param_grad.py::test_a_gradient_that_is_cancelled_is_no_secret",),
+    ),
 )

@@ -102,3 +102,45 @@ def write(stage: int) -> list[str]:
 
 def test_what_the_step_would_not_see_is_refused() -> None:
     assert all("Remedy: safe_set_full_grad" in text for text in run_ranks(1, write, 0)[0])
+
+
+def cancel(stage: int) -> tuple[list[str], bool]:
+    """What is said of None after each of two micro-batches; and whether None at other times changes nothing."""
+    case, said, weights = CASES["plain"], list[str](), []
+    for cleans in (False, True):
+        engine = make_engine(case, make_config(stage, accumulation=2))
+        show_gradients(engine)
+        params = list(engine.module.parameters())
+
+        def clean(params: list[nn.Parameter] = params, engine: Any = engine, cleans: bool = cleans) -> None:
+            for param in params if cleans else ():
+                param.grad = None
+            if cleans:
+                engine.module.zero_grad(set_to_none=True)
+
+        for step in range(2):
+            for micro in range(2):
+                clean()
+                engine.backward(case.loss(engine, Place(dist.get_rank(), step, micro)))
+                if cleans and step:
+                    for param in (params[0], params[-1]):
+                        with pytest.raises(StepError) as caught:
+                            param.grad = None
+                        said.append(str(caught.value))
+                engine.step()
+            clean()
+        weights.append([value for _, value in sorted(engine.state_dict().items())])
+        engine.backward(case.loss(engine, Place(dist.get_rank(), 2, 0)))
+        engine.destroy()
+        clean()
+    return said, all(map(torch.equal, *weights))
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("stage", (0, 1))
+@pytest.mark.parametrize("world", (1, 2))
+def test_a_gradient_that_is_cancelled_is_no_secret(world: int, stage: int) -> None:
+    """As DINO's cancel_gradients_last_layer does it: the layer moved all the same. Elsewhere None is harmless."""
+    for said, same in run_ranks(world, cancel, stage):
+        assert same and len(said) == 4
+        assert all("set to None between backward and step" in text and "with zeros" in text for text in said)

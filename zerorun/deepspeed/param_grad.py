@@ -22,7 +22,10 @@ from ..zero.flat_group import TrainedGroup, fresh_gradient
 from ..zero.sharded_model import ParameterHome, ShardedModel, home_of
 
 _GRAD: Any = torch.Tensor.grad
-_REMEDY = 'Remedy: safe_set_full_grad(param, value) on all ranks; "gradient_clipping" in the file clips.'
+_REMEDY = (
+    "Remedy: safe_set_full_grad(param, value) on all ranks, with zeros to cancel a gradient; "
+    '"gradient_clipping" in the file clips.'
+)
 _READS = ("__index__", "__int__", "__invert__", "__iter__")  # and no operators in place
 _engines = weakref.WeakKeyDictionary[ShardedModel, "weakref.ref[Engine]"]()
 
@@ -80,10 +83,24 @@ def _read(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def _write(param: torch.Tensor, value: torch.Tensor | None) -> None:
-    found = _engine_of(param) if value is not None else None
-    if found is not None:
-        raise StepError(f"param.grad of {found[1].name!r} was set by hand: the step would not see it. {_REMEDY}")
+    """Set ``param.grad``. Raises StepError for a value, and for None where the step would not see that it is gone.
+
+    None is harmless where there is nothing, as after a step or before a backward; and the engine takes away by it what
+    autograd has left.
+    """
+    found = _engine_of(param)
+    if found is not None and (value is not None or _is_kept(param, *found)):
+        what = "set by hand" if value is not None else "set to None between backward and step"
+        raise StepError(f"param.grad of {found[1].name!r} was {what}: the step would not see it. {_REMEDY}")
     _GRAD.__set__(param, value)
+
+
+def _is_kept(param: torch.Tensor, engine: Engine, home: ParameterHome) -> bool:
+    """Whether the step that comes next has a gradient of ``param``, and ``param`` itself has none."""
+    group, counts = home.flat_group, engine.accumulation
+    if fresh_gradient(param) is not None or counts.backwards == counts.steps_seen or not isinstance(group, TrainedGroup):
+        return False
+    return group.reduced or group.used[home.entry] or home.entry in group.late
 
 
 def _kept(engine: Engine, home: ParameterHome) -> torch.Tensor | None:

@@ -179,7 +179,7 @@ class Accumulation:
     def begin(self, inspects: Callable[[], bool]) -> None:
         """Begin a new step. ``inspects``: whether to look where gradients are not finite, as that would be an error."""
         self.backwards = 0  # since the last update
-        self._steps_seen = 0  # backwards of these that a step() has followed
+        self.steps_seen = 0  # backwards of these that a step() has followed
         self._mode: str | None = None
         self._weight = 0.0
         self._compared = 0.0  # sum of the losses that must be the same on all ranks of a tensor group
@@ -220,12 +220,12 @@ class Accumulation:
         """
         if self._in_no_sync:
             raise StepError("step() inside no_sync(). Remedy: call it after the block.")
-        if self.backwards == self._steps_seen:
+        if self.backwards == self.steps_seen:
             raise StepError(
                 "step() without backward(): no gradients since the last step(). "
                 "Remedy: call engine.backward(loss) or loss.backward() first."
             )
-        new, self._steps_seen = self.backwards - self._steps_seen, self.backwards
+        new, self.steps_seen = self.backwards - self.steps_seen, self.backwards
         boundary = self.is_boundary
         if not boundary and self._given_boundary is None and new == self.batch.accumulation:
             warn_once(
@@ -238,7 +238,7 @@ class Accumulation:
 
     def count_batch(self, micro_batches: int) -> None:
         """Count a whole batch that went through a pipeline."""
-        self.backwards = self._steps_seen = micro_batches
+        self.backwards = self.steps_seen = micro_batches
         self.micro_steps += micro_batches
 
     def at_micro_batch(self, number: int) -> None:

@@ -16,7 +16,7 @@ from ..ops.state_format import keep_state, wide_state
 from ..optim.parts import PartsOptimizer
 from ..plan.weights import follow_memory, followers, inside, rebuilt
 from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
-from .flat_group import FlatGroup, TrainedGroup, rounded, take_weight
+from .flat_group import FlatGroup, TrainedGroup, fresh_gradient, rounded, take_weight
 from .init import Held, Init, divide_again, hold, take_values
 from .runtime import MADE_BY, Runtime
 from .sharded_model import ParameterHome, ShardedModel, find, model_of
@@ -123,7 +123,8 @@ def restore_module(model: ShardedModel) -> None:
             flat = _weights(runtime, unit, flat_group)
             for entry, param in zip(flat_group.layout.entries, flat_group.params, strict=True):
                 param.data = flat[entry.offset : entry.end].view(entry.shape).clone()
-                param.grad = None
+                if fresh_gradient(param) is not None:
+                    param.grad = None
     for layer in followers(model.module):
         follow_memory(layer)
     runtime.comm.fence()

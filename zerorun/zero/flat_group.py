@@ -136,7 +136,8 @@ class FlatGroup:
     def forget_gradients(self) -> None:
         """Start the next step without gradients. Frozen parameters may have one, too."""
         for param in self.params:
-            param.grad = None
+            if fresh_gradient(param) is not None:
+                param.grad = None
 
 
 @dataclass(frozen=True)
