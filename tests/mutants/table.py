@@ -2902,11 +2902,11 @@ MUTANTS = (
         ("tests/unit/test_shared_memory.py",),
     ),
     Mutant(
-        "memory-ends-one-element-too-late",
+        "columns-are-looked-for-where-the-first-begins",
         "bound",
         "zerorun/startup/shared_memory.py",
-        "            yield Extent(name, inner, low, low + (reach + 1) * size, changes)",
-        "            yield Extent(name, inner, low, low + (reach + 2) * size, changes)",
+        "    return marks.as_strided([*sizes, each], [*strides, 1], (extent.low - base) // step)",
+        "    return marks.as_strided([*sizes, each], [*strides, 1], 0)",
         ("tests/unit/test_shared_memory.py",),
     ),
     Mutant(
