@@ -2965,4 +2965,28 @@ MUTANTS = (
         "    return home.entry in group.late",
         ("tests/ranks/test_param_grad.py::test_a_gradient_that_is_cancelled_is_no_secret",),
     ),
+    Mutant(
+        "momentum-of-sgd-cycles-unasked",
+        "stale",
+        "zerorun/optim/lr_schedules.py",
+        "            if not formula.cycles(key):",
+        "            if key is None:",
+        ("tests/unit/test_schedules.py", "-k", "momentum_of_sgd"),
+    ),
+    Mutant(
+        "auto-switches-are-left-to-be-chosen",
+        "swallowed",
+        "zerorun/deepspeed/leniency.py",
+        '        if isinstance(section, dict) and section.get("enabled") == AUTO:',
+        '        if isinstance(section, dict) and section.get("enabled") == "automatic":',
+        ("tests/unit/test_deepspeed_mode.py", "-k", "auto_switches"),
+    ),
+    Mutant(
+        "engines-go-to-any-device",
+        "swallowed",
+        "zerorun/engine/reports.py",
+        "        is_own = device is None or (device.type == own.type and (own.index is None or device.index in (None, own.index)))",
+        "        is_own = device is None or own.index is None or device.index in (None, own.index)",
+        ("tests/unit/test_deepspeed_mode.py", "-k", "ask_of_an_engine"),
+    ),
 )

@@ -314,3 +314,51 @@ for precision in ({"bf16": auto}, {"fp16": {**auto, "loss_scale": 0}, "bfloat16"
     done = run(BEGIN + text, tmp_path)
     assert done.stdout.splitlines() == ["torch.float32 False", "torch.bfloat16 True"], done.stderr
     assert done.stderr.count('"auto" in bf16.enabled is false, as in DeepSpeed') == 1
+
+
+def test_what_scripts_ask_of_an_engine(tmp_path: Path) -> None:
+    """Names, and ``to``, which returned the model without its engine. What is not there is in neither of the two."""
+    text = """
+import torch, deepspeed
+model = torch.nn.Linear(4, 3)
+model.bias.requires_grad_(False)
+settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
+            "zero_optimization": {"stage": 2, "zero_hpz_partition_size": 0, "compute_grad_norm": False}}
+engine, *_ = deepspeed.initialize(model=model, config=settings)
+print(engine.optimizer_name(), engine.scheduler_name(), engine.dynamic_loss_scale(), engine.get_data_parallel_rank())
+print(list(engine.module_state_dict(exclude_frozen_parameters=True)), list(engine.module_state_dict(prefix="a.")))
+moved = [engine.to("cpu"), engine.to(torch.device("cpu"), torch.float32), engine.to(torch.ones(1))]
+print([one is engine for one in moved])
+for action in (lambda: engine.to("meta"), lambda: engine.to(torch.float16), lambda: engine.nothing_like_it,
+               lambda: deepspeed.zero.Init(param_swapper=object())):
+    try:
+        action()
+    except Exception as error:
+        print(type(error).__name__, error)
+model = torch.nn.Linear(4, 3)
+own = torch.optim.SGD(model.parameters(), lr=0.1)
+engine, *_ = deepspeed.initialize(model=model, config={"train_batch_size": 1}, optimizer=own)
+print(engine.optimizer_name(), engine.scheduler_name())
+"""
+    *found, to, dtype, lacks, swapper, names = printed(BEGIN + text, tmp_path, ZERORUN_DEVICE="cpu")
+    assert found == ["adamw WarmupLR True 0", "['weight'] ['a.weight', 'a.bias']", "[True, True, True]"]
+    assert "engine.to('meta'): the engine is on cpu" in to and "the engine trains in torch.float32" in dtype
+    assert lacks.startswith("AttributeError neither zerorun's engine nor the model, a Linear, has an attribute 'nothing_")
+    assert swapper.startswith("ModelError zero.Init(param_swapper=object)") and names == "SGD None"
+
+
+def test_what_scripts_ask_of_a_cpu(tmp_path: Path) -> None:
+    text = """
+import torch
+from deepspeed.accelerator import get_accelerator
+device, environment = get_accelerator(), {}
+device.range_push("forward")
+device.range_pop()
+device.set_visible_devices_envs(environment, [0, 2])
+print(device.lazy_call(lambda: 3), device.visible_devices_envs(), environment)
+print(device.FloatTensor([1.0]).dtype, device.HalfTensor is torch.HalfTensor)
+print(isinstance(torch.ones(1).long(), device.LongTensor), hasattr(device, "NoSuchTensor"))
+"""
+    told = ["3 ['CUDA_VISIBLE_DEVICES'] {'CUDA_VISIBLE_DEVICES': '0,2'}", "torch.float32 True", "True False"]
+    assert printed(BEGIN + text, tmp_path, ZERORUN_DEVICE="cpu") == told

@@ -301,6 +301,10 @@ class ZeroOptimization(Section):
     mics_hierarchical_params_gather: Annotated[Flag, Inert("the backend chooses how to gather.", unless=False)] = False
 
     contiguous_gradients: Annotated[Flag, Inert("gradients always lie in one flat buffer.", unless=True)] = True
+    compute_grad_norm: Annotated[Flag, Inert("the norm is always computed, and the update is the same.", unless=True)] = (
+        True
+    )
+    parameter_alignment: Annotated[Flag, Inert("where parameters lie in flat buffers changes no result.", False)] = False
     use_multi_rank_bucket_allreduce: Annotated[Flag, Inert("gradients are truly reduce-scattered.")] = True
     allgather_partitions: Annotated[Flag, Inert(_ALLGATHER.reason, unless=True)] = True
     sub_group_size: Annotated[Elements, Inert("the update runs over the shard in one pass.")] = 1_000_000_000

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import psutil
@@ -104,7 +105,41 @@ class RandomNumbers:
         return of_gpus[device_index] if of_gpus else torch.default_generator
 
 
-class Accelerator(Memory, RandomNumbers):
+# Name of a type of tensors -> its dtype.
+_TENSORS = {
+    "BFloat16Tensor": torch.bfloat16, "ByteTensor": torch.uint8, "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32, "HalfTensor": torch.float16, "IntTensor": torch.int32, "LongTensor": torch.int64,
+}  # fmt: skip
+
+
+class Marks:
+    """Ranges in a profile, work that waits for the device, and how the environment chooses devices."""
+
+    _module: Any
+    _on_host: bool
+
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
+        """Begin a range of NVTX, which profiles show. Nothing on a CPU. ``domain`` and ``category`` have no effect."""
+        return None if self._on_host else self._module.nvtx.range_push(msg)
+
+    def range_pop(self, domain: str | None = None) -> Any:
+        """End the range that began last. Nothing on a CPU."""
+        return None if self._on_host else self._module.nvtx.range_pop()
+
+    def lazy_call(self, callback: Callable[[], Any]) -> Any:
+        """Call ``callback`` when the device is there: at once on a CPU, or where the GPU is in use already."""
+        return callback() if self._on_host else self._module._lazy_call(callback)
+
+    def visible_devices_envs(self) -> list[str]:
+        """The variables by which a process is told which devices it sees."""
+        return ["CUDA_VISIBLE_DEVICES"]
+
+    def set_visible_devices_envs(self, current_env: dict[str, str], local_accelerator_ids: Iterable[int]) -> None:
+        """Write these variables into an environment."""
+        current_env.update(dict.fromkeys(self.visible_devices_envs(), ",".join(map(str, local_accelerator_ids))))
+
+
+class Accelerator(Memory, RandomNumbers, Marks):
     """The device of this rank, with the methods that clients of DeepSpeed call. Others raise AttributeError."""
 
     def __init__(self, kind: str) -> None:
@@ -114,7 +149,10 @@ class Accelerator(Memory, RandomNumbers):
         self._module = torch.get_device_module(kind)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up on torch's module of the device what is not here: streams, events, tensor types."""
+        """Look up on torch's module of the device what is not here: streams, events. And types of tensors, made there."""
+        if name in _TENSORS:
+            own = partial(torch.tensor, dtype=_TENSORS[name], device=self._kind)
+            return getattr(torch, name) if self._on_host else own
         if name.startswith("_") or not hasattr(self._module, name):
             raise AttributeError(f"zerorun's accelerator, which is {self._kind}, has no {name!r}", name=name, obj=self)
         return getattr(self._module, name)

@@ -106,6 +106,7 @@ class _SurfaceLoader(Loader):
         if module.__name__ == NAME:
             setup_logging()
             info_once(f"deepspeed is zerorun in this process ({VARIABLE} or zerorun.deepspeed.activate()).")
+            from .engine_names import name_engines
             from .optimizer_names import name_optimizers
             from .parameters import install
             from .quantised_loads import divide_quantised_loads
@@ -113,6 +114,7 @@ class _SurfaceLoader(Loader):
             install()
             divide_quantised_loads()
             name_optimizers()
+            name_engines()
 
 
 class _Surface(ModuleType):

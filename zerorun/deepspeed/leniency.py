@@ -99,8 +99,11 @@ def _drop_unknown(kind: type[Section], section: dict[str, Any], path: str, dropp
 
 
 def _without_idle_offload(zero: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
-    """Return the section without offload at stages that have no shard of that kind."""
+    """Return the section without offload at stages that have no shard of that kind, and without a hpZ of no ranks."""
     stage, kept = zero.get("stage", 0), dict(zero)
+    if kept.get("zero_hpz_partition_size", 1) == 0:  # DeepSpeed takes it for 1, which is its default
+        del kept["zero_hpz_partition_size"]
+        dropped.append("zero_optimization.zero_hpz_partition_size = 0")
     if not isinstance(stage, int):
         return kept
     for key, lowest in (("offload_optimizer", 1), ("offload_param", 3)):

@@ -379,4 +379,10 @@ class Engine(CurvatureTaking):
         module = self.__dict__.get("module")
         if module is None or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(module, name)
+        try:
+            return getattr(module, name)
+        except AttributeError as error:
+            if error.obj is not module or error.name != name:
+                raise  # of something that the model's own attribute needs
+            message = f"neither zerorun's engine nor the model, a {type(module).__name__}, has an attribute {name!r}"
+            raise AttributeError(message, name=name, obj=self) from None

@@ -13,6 +13,7 @@ from torch import nn
 from ..config.parse import Config, EffectiveValue
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
+from ..errors import ModelError
 from ..log import in_bytes, info_once
 from ..ops.rounding import MasterFormat
 from ..ops.state_format import StateFormat
@@ -165,6 +166,24 @@ class LoopQueries:
     config: Config
     topology: Topology
     sharded_model: ShardedModel
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the engine, for scripts that move it to its own device. Raises ModelError for another device or dtype."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        own, trains_in = self.sharded_model.comm.device, self.sharded_model.runtime.plan.compute_dtype or torch.float32
+        is_own = device is None or (device.type == own.type and (own.index is None or device.index in (None, own.index)))
+        if not is_own:
+            raise ModelError(
+                f"engine.to({str(device)!r}): the engine is on {own}, and its weights, gradients and states lie in buffers "
+                "that cannot move. Remedy: leave the call out; ZERORUN_DEVICE=cpu makes engines on the CPU, and "
+                "engine.offload_states() frees the device for a while."
+            )
+        if dtype not in (None, trains_in):
+            raise ModelError(
+                f"engine.to({dtype}): the engine trains in {trains_in}. Remedy: leave the call out, and write "
+                '"bf16" or "fp16" in the file for another precision.'
+            )
+        return self
 
     # -- ranks ---------------------------------------------------------------------------------------------------
 

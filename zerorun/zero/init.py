@@ -492,9 +492,9 @@ class Init(TorchFunctionMode):
     """Context in which parameters are partitioned as they are created. All ranks must run the same code in it.
 
     ``module``: partition an existing module at once. ``dtype``: torch's default dtype in the block, in which parameters are
-    created that say no other. ``enabled=False`` makes the context do nothing. The other keywords are DeepSpeed's, and have
-    no effect: all ranks divide a parameter between them, its parts are in host memory until ``initialize()`` places them,
-    and the configuration counts there.
+    created that say no other. ``enabled=False`` makes the context do nothing. ``param_swapper``, of DeepSpeed's for disks,
+    raises ModelError. The other keywords are DeepSpeed's, too, and have no effect: all ranks divide a parameter between
+    them, its parts are in host memory until ``initialize()`` places them, and the configuration counts there.
     """
 
     open: ClassVar[int] = 0  # the number of blocks that the program is in
@@ -513,8 +513,15 @@ class Init(TorchFunctionMode):
         mpu: Any = None,
         data_parallel_group: Any = None,
         mem_efficient_linear: bool = True,
+        param_swapper: Any = None,
     ) -> None:
         super().__init__()
+        if param_swapper is not None:
+            raise ModelError(
+                f"zero.Init(param_swapper={type(param_swapper).__name__}): parameters are kept in host memory until "
+                "initialize(), and zerorun writes disks by itself. Remedy: leave it out, and write "
+                '"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": ...}} in the file.'
+            )
         self._enabled, self._dtype, self._dtype_before = enabled, dtype, torch.get_default_dtype()
         self._owner = WeakIdKeyDictionary()  # parameter -> the module that registered it, or a stand-in for one
         self._current: list[Any] = []  # the modules whose parameters are whole
