@@ -338,7 +338,8 @@ for action in (lambda: engine.to("meta"), lambda: engine.to(torch.float16), lamb
         print(type(error).__name__, error)
 model = torch.nn.Linear(4, 3)
 own = torch.optim.SGD(model.parameters(), lr=0.1)
-engine, *_ = deepspeed.initialize(model=model, config={"train_batch_size": 1}, optimizer=own)
+engine, *_ = deepspeed.initialize(model=model, optimizer=own,
+                                   config={"train_batch_size": 1, "optimizer": settings["optimizer"]})
 print(engine.optimizer_name(), engine.scheduler_name())
 """
     *found, to, dtype, lacks, swapper, names = printed(BEGIN + text, tmp_path, ZERORUN_DEVICE="cpu")

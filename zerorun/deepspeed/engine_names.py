@@ -10,7 +10,8 @@ from ..engine.engine import Engine
 def optimizer_name(engine: Engine) -> str | None:
     """The optimizer's type in the file, in lower case as DeepSpeed has it; the class of one that the script has made."""
     section = engine.config.optimizer
-    if section is not None:
+    is_unused = any(note.key == "optimizer" for note in engine.config.notes)  # the script's own counts
+    if section is not None and not is_unused:
         return section.type.lower()
     return None if engine.optimizer is None else type(engine.optimizer).__name__
 
