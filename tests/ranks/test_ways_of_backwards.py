@@ -28,7 +28,7 @@ class Fields:
 
 class Attributes:
     def __init__(self, h: torch.Tensor) -> None:
-        self.h = h
+        self.h, self.itself = h, [self]
 
 
 class Slots:

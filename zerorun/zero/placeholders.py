@@ -71,30 +71,50 @@ def released_parameter(name: str, unit: str) -> ReleasedParameterError:
     )
 
 
-def tensors_in(value: Any, *, objects: int = 0) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested dicts, lists, tuples and dataclasses.
-
-    ``objects``: so many other objects, one as an attribute of another, are looked through as well; no modules.
-    """
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield all tensors in nested dicts, lists, tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item, objects=objects)
+            yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from tensors_in(item, objects=objects)
+            yield from tensors_in(item)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from tensors_in(getattr(value, field.name), objects=objects)
-    elif objects and not isinstance(value, (type, torch.nn.Module)):
-        slots = {name: getattr(value, name, None) for kind in type(value).__mro__ for name in _slots_of(kind)}
-        yield from tensors_in({**slots, **getattr(value, "__dict__", {})}, objects=objects - 1)
+            yield from tensors_in(getattr(value, field.name))
 
 
-def _slots_of(kind: type) -> Sequence[str]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+_DEEPEST_OBJECT = 3  # one as an attribute of another
+
+
+def tensors_held_by(value: Any) -> Iterator[torch.Tensor]:
+    """As ``tensors_in``, also those in sets, and in attributes of objects of any class but modules; each container once."""
+    stack: list[tuple[Any, int]] = [(value, _DEEPEST_OBJECT)]
+    seen: set[int] = set()
+    while stack:
+        holder, depth = stack.pop()
+        if isinstance(holder, torch.Tensor):
+            yield holder
+            continue
+        if id(holder) in seen or isinstance(holder, (type, str, bytes, int, float, torch.nn.Module)):
+            continue
+        seen.add(id(holder))
+        if isinstance(holder, dict):
+            stack += ((item, depth) for item in holder.values())
+        elif isinstance(holder, (list, tuple, set, frozenset)):
+            stack += ((item, depth) for item in holder)
+        elif depth:
+            stack += ((item, depth - 1) for item in _attributes(holder))
+
+
+def _attributes(holder: Any) -> Iterator[Any]:
+    yield from getattr(holder, "__dict__", {}).values()
+    for kind in type(holder).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            yield getattr(holder, name, None)
 
 
 # Functions of tensors by which programs get at values to save them: torch.save, safetensors, and what precedes both.

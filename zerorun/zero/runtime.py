@@ -53,7 +53,7 @@ from .away import GRADIENTS, SLOTS, WEIGHTS
 from .builder import ShardedParameters
 from .gathers import ExecutionTrace, Gathers
 from .guards import ReadGuard, ScriptGuard
-from .placeholders import tensors_in
+from .placeholders import tensors_held_by, tensors_in
 from .reducer import Backwards, Reducer
 from .unit import Unit
 
@@ -61,8 +61,6 @@ from .unit import Unit
 _MAX_OUTSTANDING = 32
 # Of the frames of forwards: hooks and all.
 _MODULE_CALL = nn.Module._call_impl.__code__
-# How deep outputs that are objects of the script's own classes are looked through for tensors.
-_DEEPEST_OBJECT = 3
 # Key in the metadata of an autograd node: the index of the unit whose output the node makes.
 MADE_BY = "zerorun unit"
 
@@ -128,7 +126,7 @@ class RunningForwards:
         """
         noted = self._inputs.get(unit.index)
         before = noted.pop() if noted else {}
-        made = {id(tensor): tensor for tensor in (*tensors_in(given), *tensors_in(output, objects=_DEEPEST_OBJECT))}
+        made = {id(tensor): tensor for tensor in (*tensors_in(given), *tensors_held_by(output))}
         for key, tensor in made.items():
             if tensor.grad_fn is not None and before.get(key, self) is not tensor.grad_fn:
                 yield tensor
