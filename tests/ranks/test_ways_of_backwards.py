@@ -23,7 +23,7 @@ WIDTH, BLOCKS, STEPS, RATE = 8, 5, 3, 0.1
 
 @dataclass
 class Fields:
-    h: torch.Tensor
+    h: Any  # a tensor, or more of them
 
 
 class Attributes:
@@ -57,6 +57,12 @@ def into_fields(block: Block, given: Fields) -> Fields:
     return given
 
 
+def deep_fields(block: Block, given: Any) -> Fields:
+    """As deep as dataclasses may be."""
+    x = given if isinstance(given, torch.Tensor) else given.h.h.h.h.h
+    return Fields(Fields(Fields(Fields(Fields(block.apply_to(x))))))
+
+
 def into_what_it_was_given(block: Block, given: dict[str, torch.Tensor]) -> None:
     given["h"] = block.apply_to(given["h"])
 
@@ -82,6 +88,7 @@ FORMS: dict[str, Form] = {
     "a dict": (into_dict, lambda h: {"h": h}, lambda out: out["h"]),
     "a list": (into_list, lambda h: [h], lambda out: out[-1]),
     "fields": (into_fields, Fields, lambda out: out.h),
+    "fields in fields": (deep_fields, identity, lambda out: out.h.h.h.h.h),
     "nothing": (into_what_it_was_given, lambda h: {"h": h}, lambda out: out["h"]),
     "in place": (in_place, identity, identity),
     "attributes": (lambda block, given: Attributes(block.apply_to(given.h)), Attributes, lambda out: out.h),

@@ -385,10 +385,8 @@ class _Resolution:
             yield ConfigProblem(_ZERO + "zero_hpz_partition_size", zero.zero_hpz_partition_size, reason, remedy)
 
     def _experts(self, data: int, shard: int) -> Iterator[ConfigProblem]:
-        expert, fitting = (
-            self.config.expert_parallel.size,
-            degrees_for_experts(data, shard, self.config.tensor_parallel.size),
-        )
+        expert, tensor = self.config.expert_parallel.size, self.config.tensor_parallel.size
+        fitting = degrees_for_experts(data, shard, tensor)
         if expert not in fitting and data > 1:  # one rank is what a file is checked for where nobody says how many
             reason = f"groups of that many do not fit the {data} data-parallel ranks, {shard} of which divide the states."
             remedy = f"Use one of {_any(fitting)}."

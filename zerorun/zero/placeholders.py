@@ -105,6 +105,8 @@ def tensors_held_by(value: Any) -> Iterator[torch.Tensor]:
             stack += ((item, depth) for item in holder.values())
         elif isinstance(holder, (list, tuple, set, frozenset)):
             stack += ((item, depth) for item in holder)
+        elif is_dataclass(holder):
+            stack += ((getattr(holder, field.name), depth) for field in fields(holder))
         elif depth:
             stack += ((item, depth - 1) for item in _attributes(holder))
 
