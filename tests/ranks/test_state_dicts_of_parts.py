@@ -207,6 +207,42 @@ def test_copies_of_layers_are_layers_without_an_engine(stage: int) -> None:
     assert run_ranks(2, copied_and_pickled, stage) == [[True] * 3] * 2
 
 
+def follow_by_a_copy(place: str, masters: str, folder: Path) -> list[str]:
+    """What is wrong with a copy and a pickle of the whole model, made between two steps as for an average of weights."""
+    engine = engine_in(place, masters, folder)
+    steps(engine, 1)
+    expected, whole, problems = engine.state_dict(), engine.module, []
+    if "stage 3" in place:
+        for make in (lambda: copy.deepcopy(whole), lambda: torch.save(whole, io.BytesIO())):
+            kind, text = attempt(make)
+            if kind != "ReleasedParameterError" or "GatheredParameters" not in text:
+                problems.append(f"{kind} {text}")
+    with GatheredParameters(list(whole.parameters())):
+        file = io.BytesIO()
+        torch.save(whole, file)
+        file.seek(0)
+        averaged = torch.optim.swa_utils.AveragedModel(whole)
+        twins = [copy.deepcopy(whole), averaged.module, torch.load(file, weights_only=False)]
+    outputs = []
+    for twin in twins:
+        outputs.append(twin(data().to(next(twin.parameters()).dtype)))
+        outputs[-1].backward()
+        problems += [name for name, param in twin.named_parameters() if param.grad is None]
+    steps(engine, 1)
+    for twin in twins:
+        problems += [name for name, value in twin.state_dict().items() if not torch.equal(value, expected[name])]
+        problems += ["another output"] * (not torch.equal(twin(data().to(next(twin.parameters()).dtype)), outputs[0]))
+    engine.destroy()
+    return problems
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("masters", ("fp32", "bf16"))
+def test_copies_of_the_whole_model_are_models_without_an_engine(place: str, masters: str, tmp_path: Path) -> None:
+    assert run_ranks(2, follow_by_a_copy, place, masters, tmp_path) == [[], []]
+
+
 def parts_of_divided_layers() -> list[tuple[str, str]]:
     engine = engine_of(1, 2, 1)
     layer = engine.module.model.layers[0]

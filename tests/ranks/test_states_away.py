@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +19,7 @@ from training import finish, make_config, make_engine, shared_topology
 
 import zerorun
 from zerorun import zero
-from zerorun.errors import StepError
+from zerorun.errors import ReleasedParameterError, StepError
 from zerorun.plan.ledger import total_of
 from zerorun.zero.away import StateKind
 
@@ -127,6 +128,8 @@ def what_comes_back(stage: int, precision: str) -> None:
         engine.offload_states()
         assert away() == set(KINDS)
         assert all(p.isnan().all() for p in engine.module.parameters())  # loud, and no crash
+        with pytest.raises(ReleasedParameterError, match="a copy or a pickle"):
+            copy.deepcopy(engine.module)
         assert engine.sharded is not None
         shown = engine.sharded.optimizer.param_groups[0]["params"][0]
         assert shown.isfinite().all() and engine.sharded.optimizer.state[shown]["exp_avg"].isfinite().all()

@@ -20,9 +20,8 @@ from ..plan.weights import inside, packed_buffers
 from ..zero.access import GatheredParameters, owned_part
 from ..zero.init import part_of, partitioned_as
 from ..zero.placeholders import UnsavedPlaceholder, placeholder
-from ..zero.runtime import Runtime
+from ..zero.runtime import ModuleHook, Runtime
 from ..zero.sharded_model import ParameterHome, ShardedModel, find
-from ..zero.state_dicts import ModuleHook
 
 
 class ZeroParamStatus(enum.Enum):

@@ -87,6 +87,25 @@ class Removable(Protocol):
     def remove(self) -> None: ...
 
 
+def _no_hook(*unused: Any) -> None:
+    """In place of a hook, in copies of a layer and in files: nothing manages their parameters."""
+
+
+def _hookless() -> Callable[..., None]:
+    return _no_hook
+
+
+class ModuleHook:
+    """A hook that stays with the engine: copies and pickles of a layer work, and are those of an ordinary layer."""
+
+    def __reduce__(self) -> Any:
+        return _hookless, ()
+
+
+class _ForwardHook(ModuleHook, partial[Any]):
+    """A method of a runtime, with its unit, as a hook on a module."""
+
+
 class RunningForwards:
     """The units whose forward is running, outermost first, and what their inputs were made by when they began."""
 
@@ -229,11 +248,11 @@ class Runtime:
     def _install_hooks(self) -> Iterator[Removable]:
         for unit in self.units:
             for module in unit.modules:
-                enter, leave = partial(self._pre_forward, unit), partial(self._post_forward, unit)
+                enter, leave = _ForwardHook(self._pre_forward, unit), _ForwardHook(self._post_forward, unit)
                 yield module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                 yield module.register_forward_hook(leave, with_kwargs=True)
                 if self.plan.shares_params:
-                    yield module.register_forward_hook(self._after_any, always_call=True)
+                    yield module.register_forward_hook(_ForwardHook(self._after_any), always_call=True)
 
     def keep(self, handles: Iterable[Removable]) -> None:
         """Take care of further ``handles``: they are removed with the hooks."""

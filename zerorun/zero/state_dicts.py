@@ -16,7 +16,7 @@ from ..errors import ReleasedParameterError
 from ..plan.weights import own_members
 from .away import WEIGHTS
 from .flat_group import TrainedGroup, take_weight
-from .runtime import Removable
+from .runtime import ModuleHook, Removable
 from .sharded_model import ParameterHome, ShardedModel
 from .unit import finish_updates
 
@@ -28,9 +28,8 @@ def guard_state_dict(module: nn.Module, model: ShardedModel, lacks: Callable[[nn
 
     ``lacks``: True for a module that looks whole, but has modules that only other ranks have.
     """
-    guard = StateDictGuard(model, lacks)
     for layer in _guarded(module, model):
-        yield layer.register_state_dict_pre_hook(guard)
+        yield layer.register_state_dict_pre_hook(StateDictGuard(layer, model, lacks))
 
 
 def adopt_loaded_weights(module: nn.Module, model: ShardedModel) -> Iterator[Removable]:
@@ -53,26 +52,23 @@ def _homes(layer: nn.Module, model: ShardedModel) -> list[tuple[torch.Tensor, Pa
     return [(tensor, model.homes[id(tensor)]) for tensor in own_members(layer) if id(tensor) in model.homes]
 
 
-def _no_hook(*unused: Any) -> None:
-    """In place of a hook, in copies of a layer and in files: nothing manages their parameters."""
+class StateDictGuard(ModuleHook):
+    """Called before the state dict of ``layer`` is made, and asked before it is copied or pickled."""
 
-
-class ModuleHook:
-    """A hook that stays with the engine: copies and pickles of a layer work, and are those of an ordinary layer."""
+    def __init__(self, layer: nn.Module, model: ShardedModel, lacks: Callable[[nn.Module], bool]) -> None:
+        self._layer, self._model, self._lacks = layer, model, lacks
 
     def __reduce__(self) -> Any:
-        return _hookless, ()
-
-
-def _hookless() -> Callable[..., None]:
-    return _no_hook
-
-
-class StateDictGuard(ModuleHook):
-    """Called before the state dict of a module is made."""
-
-    def __init__(self, model: ShardedModel, lacks: Callable[[nn.Module], bool]) -> None:
-        self._model, self._lacks = model, lacks
+        """Raises ReleasedParameterError."""
+        homes = _homes(self._layer, self._model)
+        away = WEIGHTS in self._model.runtime.made.states.away
+        if (away and homes) or any(self._is_placeholder(*home) for home in homes):
+            raise ReleasedParameterError(
+                f"a copy or a pickle of {self._name(self._layer)} would hold {_PLACEHOLDERS} and not its weights. Remedy: "
+                "make it inside `with zerorun.zero.GatheredParameters(list(module.parameters())):`, on all ranks, where it "
+                "is that of an ordinary module; or take engine.state_dict()."
+            )
+        return super().__reduce__()
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Raises ReleasedParameterError."""
@@ -96,9 +92,12 @@ class StateDictGuard(ModuleHook):
             for tensor, home in _homes(layer, self._model):
                 if id(tensor) not in held and id(tensor) in shards:
                     return _PARTS
-                if id(tensor) not in held and not home.unit.resident:
+                if self._is_placeholder(tensor, home):
                     found = _PLACEHOLDERS
         return found
+
+    def _is_placeholder(self, tensor: torch.Tensor, home: ParameterHome) -> bool:
+        return id(tensor) not in self._model.runtime.guard.held and not home.unit.resident
 
     def _name(self, module: nn.Module) -> str:
         name = next((name for name, layer in self._model.module.named_modules() if layer is module), "")
