@@ -290,6 +290,16 @@ def step_in_no_sync() -> tuple[str, str]:
     return with_engine(action)
 
 
+def step_after_an_inner_no_sync() -> tuple[str, str]:
+    def action(engine: zerorun.Engine) -> None:
+        with engine.no_sync():
+            with engine.no_sync():
+                engine.backward(engine(ids()).mean())
+            engine.step()
+
+    return with_engine(action)
+
+
 def nan_loss_on_one_rank() -> tuple[str, str]:
     def action(engine: zerorun.Engine) -> None:
         before = engine.state_dict()
@@ -363,6 +373,7 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     loss_not_scalar: (StepError, ["scalar", "mean()"]),
     loss_without_graph: (StepError, ["does not depend"]),
     step_in_no_sync: (StepError, ["no_sync"]),
+    step_after_an_inner_no_sync: (StepError, ["no_sync"]),
     nan_loss_on_one_rank: (NonFiniteError, ["NaN", "rank 1", "micro-batch 0"]),
     weight_outside_its_unit: (ReleasedParameterError, ["never.0.weight", "unit 'never.0'", "GatheredParameters"]),
     state_dict_of_the_module: (ReleasedParameterError, ["engine.state_dict()"]),

@@ -207,11 +207,11 @@ class Accumulation:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate inside the block: no boundary is reached, and ``count_step`` raises StepError."""
-        self._in_no_sync = True
+        around, self._in_no_sync = self._in_no_sync, True  # blocks may be nested
         try:
             yield
         finally:
-            self._in_no_sync = False
+            self._in_no_sync = around
 
     def count_step(self) -> bool:
         """Count a step() and return True if it is to update the weights.
