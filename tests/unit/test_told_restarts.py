@@ -13,6 +13,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
 from harness import patience
 
@@ -242,8 +243,11 @@ time.sleep(100)
 
 def keeper_of(supervisor: int) -> int:
     """The keeper among the children of a process; 0 if there is none."""
-    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    return next((int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text() == "zerorun-keeper\n"), 0)
+    for child in psutil.Process(supervisor).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            if child.name() == "zerorun-keeper":
+                return child.pid
+    return 0
 
 
 @pytest.mark.parametrize("end", (signal.SIGKILL, signal.SIGTERM))
@@ -255,6 +259,7 @@ def test_keepers_leave_nothing_in_memory_whatever_the_end(tmp_path: Path, end: i
         assert job.stdout is not None
         folder, supervisor = job.stdout.readline().split()
         first = keeper_of(int(supervisor))
+        assert first
         os.kill(first, signal.SIGKILL)
         wait_until(lambda: keeper_of(int(supervisor)) not in (0, first))
         assert os.listdir(folder) == ["copy"]
