@@ -1336,6 +1336,22 @@ MUTANTS = (
         ("tests/unit/test_borders.py::test_containers_keep_their_types_and_the_module_keeps_its_own",),
     ),
     Mutant(
+        "autocast-to-fp16-has-no-loss-scale",
+        "divisor",
+        "zerorun/config/schema.py",
+        '        return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16")',
+        "        return self.fp16.enabled",
+        ("tests/ranks/test_precision.py", "-k", "autocast_to_fp16_trains"),
+    ),
+    Mutant(
+        "a-checkpoint-forgets-the-scale-of-autocast",
+        "stale",
+        "zerorun/checkpoint/checkpointer.py",
+        "        if run.config.scales_loss:",
+        "        if run.config.fp16.enabled:",
+        ("tests/ranks/test_precision.py", "-k", "autocast_to_fp16_trains"),
+    ),
+    Mutant(
         "loss-scale-grows-a-step-late",
         "bound",
         "zerorun/optim/loss_scaler.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from training import make_config, shared_topology
 
 import zerorun
+from zerorun.config import load_config
 from zerorun.errors import LossScaleError
 from zerorun.optim.loss_scaler import LossScaler
 
@@ -127,6 +129,94 @@ def test_overflow_at_the_minimum_names_parameter_rank_and_micro_batch() -> None:
     assert "on rank 1 in micro-batch 1" in text
     assert "parameter '" in text
     assert kept
+
+
+# -- autocast to fp16 --------------------------------------------------------------------------------------------
+
+AUTOCAST_STEPS, BAD_STEP, SAVED_STEP = 6, 2, 4
+
+
+def small_network() -> nn.Sequential:
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+
+
+def small_loss(model: Any, rank: int, step: int) -> torch.Tensor:
+    """A loss whose gradients fp16 cannot hold without a scale. One of them is infinite, on rank 1 alone."""
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+    return (model(x).float() - x).square().mean() * (float("inf") if (rank, step) == (1, BAD_STEP) else 1e-6)
+
+
+def autocast_in_torch() -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Scales and weights of plain PyTorch in one process, with GradScaler's defaults.
+
+    Gradients are the sum over the ranks at half the rate: those of halved losses would be rounded to fp16 elsewhere.
+    """
+    model = small_network()
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=5e4, momentum=0.5), torch.amp.GradScaler("cpu")
+    scales = []
+    for step in range(AUTOCAST_STEPS):
+        for rank in range(2):
+            with torch.autocast("cpu", torch.float16):
+                loss = small_loss(model, rank, step)
+            scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    return scales, model.state_dict()
+
+
+def autocast_in_zerorun(stage: int, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """The same on two ranks. From SAVED_STEP on another engine goes on from a checkpoint."""
+    config = make_config(stage, torch_autocast={"enabled": True, "dtype": "fp16"})
+    config |= {"train_micro_batch_size_per_gpu": 8}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 1e5, "momentum": 0.5}}
+    engine = zerorun.initialize(small_network(), config, topology=shared_topology())
+    scales = []
+    for step in range(AUTOCAST_STEPS):
+        if step == SAVED_STEP:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = zerorun.initialize(small_network(), config, topology=shared_topology())
+            engine.load_checkpoint(folder)
+        engine.backward(small_loss(engine, dist.get_rank(), step))
+        engine.step()
+        scales.append(engine.loss_scale)
+    weights = engine.state_dict()
+    engine.destroy()
+    return scales, weights
+
+
+@pytest.mark.parametrize("stage", by_day(range(4), 0, 3))
+def test_autocast_to_fp16_trains_as_torch_does_with_a_grad_scaler(stage: int, tmp_path: Path) -> None:
+    scales, weights = autocast_in_torch()
+    assert scales == [2.0**16] * BAD_STEP + [2.0**15] * (AUTOCAST_STEPS - BAD_STEP)
+    begin = small_network().state_dict()
+    for found_scales, found in run_ranks(2, autocast_in_zerorun, stage, tmp_path):
+        assert found_scales == scales
+        for name, weight in weights.items():
+            assert not torch.allclose(weight, begin[name], atol=1e-3), "nothing was learned"
+            torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_the_scale_of_autocast_is_that_of_grad_scaler() -> None:
+    scaler = LossScaler.of(load_config({"torch_autocast": {"enabled": True, "dtype": "fp16"}}))
+    theirs, ours = torch.tensor([2.0**16]), []
+    growth, wanted = torch.zeros(1, dtype=torch.int32), []
+    for step in range(6500):
+        overflow = step in (0, 1, 1000, 3500)
+        scaler.update(overflow)
+        ours.append(scaler.scale)
+        torch._amp_update_scale_(theirs, growth, torch.tensor([float(overflow)]), 2.0, 0.5, 2000)
+        wanted.append(theirs.item())
+    assert ours == wanted
+    assert set(ours) == {2.0**15, 2.0**14, 2.0**13}
+    with pytest.raises(LossScaleError):
+        for _ in range(100):
+            scaler.update(True)
+    assert LossScaler.of(load_config({"torch_autocast": {"enabled": True}})) == LossScaler()
+    assert LossScaler.of(load_config({"torch_autocast": {"enabled": False, "dtype": "fp16"}})) == LossScaler()
 
 
 class WithTable(Gpt):

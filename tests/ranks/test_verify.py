@@ -42,6 +42,8 @@ CLEAN: list[tuple[str, int, dict[str, Any]]] = [
     ("gpt", 2, {**config(3, precision="bf16", bf16={"bf16_master_weights_and_grads": True}), **optimizer("RAdam")}),
     ("gpt", 2, {**config(2, precision="bf16", bf16={"bf16_optimizer_states": True}), **optimizer("Lamb")}),
     ("gpt", 2, config(3, torch_autocast={"enabled": True})),
+    ("gpt", 2, config(2, torch_autocast={"enabled": True, "dtype": "fp16"})),
+    ("llama", 2, config(1, 2, **PIPE, torch_autocast={"enabled": True, "dtype": "fp16"})),
     ("gpt", 2, config(2, **OFFLOAD)),
     ("gpt", 2, config(3, 2, **OFFLOAD)),
     ("gpt", 2, config(1, clip=0.0, optimizer="SGD")),

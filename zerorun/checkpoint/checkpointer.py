@@ -236,7 +236,7 @@ class Checkpointer:
             **{axis: topology.size(axis) for axis in ("pipe", "tensor", "expert") if topology.size(axis) > 1},
             "dtype": dtype,
         }
-        if run.compute_dtype == torch.float16:
+        if run.config.scales_loss:
             manifest.loss_scale = asdict(run.scaler)
         if run.lr_scheduler is not None:
             manifest.scheduler = encode(run.lr_scheduler.state_dict(), tensors, "scheduler")
@@ -333,7 +333,7 @@ class Checkpointer:
         if wanted.scheduler and run.lr_scheduler is not None and manifest.scheduler is not None:
             run.lr_scheduler.load_state_dict(decode(manifest.scheduler, tensors))
             lines.append("schedule")
-        if manifest.loss_scale is not None and run.compute_dtype == torch.float16 and wanted.optimizer:
+        if manifest.loss_scale is not None and run.config.scales_loss and wanted.optimizer:
             for key in _SCALER_STATE:
                 setattr(run.scaler, key, manifest.loss_scale[key])
             lines.append(f"loss scale {run.scaler.scale:g}")

@@ -259,6 +259,11 @@ class Config(Section):
         return "bf16" if narrow and self.data_types.grad_accum_dtype != "fp32" else "fp32"
 
     @property
+    def scales_loss(self) -> bool:
+        """True if gradients are computed in fp16, and losses are multiplied by a scale."""
+        return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16")
+
+    @property
     def observes_loss(self) -> bool:
         """True if some section writes or prints the loss of steps."""
         return math.isfinite(self.steps_per_print or math.inf) or self.has_monitor

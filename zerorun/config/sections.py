@@ -161,7 +161,7 @@ class TorchAutocast(Section):
     enabled: Flag = False
     """Run the forward under `torch.autocast`; parameters keep their dtype."""
     dtype: Dtype = "bf16"
-    """The dtype to which autocast casts: bf16 or fp16."""
+    """The dtype to which autocast casts: bf16, or fp16 with the dynamic loss scale of torch.amp.GradScaler."""
     lower_precision_safe_modules: Annotated[
         tuple[Text, ...], Inert("communication_data_type sets the dtype on the wire, for all modules alike.")
     ] = ()

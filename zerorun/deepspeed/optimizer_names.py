@@ -87,7 +87,7 @@ def name_optimizers() -> None:
         "loss_scale": lambda engine: engine.loss_scale,
         "loss_scale_config": LossScale,
         "loss_scaler": LossScale,
-        "needs_scaler": lambda engine: lambda: engine.config.fp16.enabled,
+        "needs_scaler": lambda engine: lambda: engine.config.scales_loss,
         "parameter_offload": lambda engine: NoHooks(),
     }.items():
         setattr(torch.optim.Optimizer, name, _OfEngine(name, get))

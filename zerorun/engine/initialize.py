@@ -205,7 +205,7 @@ def initialize(
     pinned = settings.offload_optimizer.pin_memory and settings.offload_param.pin_memory
     made = build(plan, model, comm, pinned=pinned, mapping=mapping, disk=disk)
     _settle_apart(model, made.units, comm)
-    scaler = LossScaler.of(wanted.fp16)
+    scaler = LossScaler.of(wanted)
     accumulation = Accumulation(wanted, comm, scaler)
     backwards = accumulation if observer is None else observer.watching(comm, accumulation)
     feedback = _feedback(wanted, accumulation, scaler)

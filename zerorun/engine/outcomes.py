@@ -227,7 +227,7 @@ class Outcomes(Reports, Counters, LoopQueries):
 
     @property
     def loss_scale(self) -> float:
-        """The factor by which fp16 losses are multiplied; 1.0 without fp16."""
+        """The factor by which losses are multiplied, where gradients are in fp16; 1.0 elsewhere."""
         return self.scaler.scale if self.history.scaler.dynamic else self.history.scaler.scale
 
     def zero_grad(self) -> None:
@@ -438,6 +438,6 @@ class Outcomes(Reports, Counters, LoopQueries):
     def _record(self, outcome: Outcome) -> StepRecord:
         """What is known of the last step."""
         norm = outcome.norm if outcome.finite else None
-        scale = self.history.scaler.scale if self.config.fp16.enabled else None
+        scale = self.history.scaler.scale if self.config.scales_loss else None
         counts = self.global_steps, self.global_samples, self.skipped_steps
         return StepRecord(*counts, outcome.loss, norm, self.get_lr(), scale)

@@ -34,7 +34,7 @@ class ZerorunCallback(TrainerCallback):  # type: ignore[misc]
         engine = newest_engine()
         if engine is None or logs is None or "loss" not in logs:
             return
-        scale = {"loss_scale": engine.loss_scale} if engine.fp16_enabled() else {}
+        scale = {"loss_scale": engine.loss_scale} if engine.config.scales_loss else {}
         more = {"skipped_steps": engine.skipped_steps, **scale}
         logs |= more
         if state.log_history:  # Trainer has copied the line already

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..config.sections import Fp16
+from ..config.parse import Config
 from ..errors import LossScaleError
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -34,10 +34,16 @@ class LossScaler:
     last_overflow: int = -1
 
     @classmethod
-    def of(cls, section: Fp16) -> LossScaler:
-        """Return the loss scale that the section ``fp16`` asks for."""
-        if not section.enabled:
+    def of(cls, config: Config) -> LossScaler:
+        """Return the loss scale of fp16, or of autocast to fp16: that of torch.amp.GradScaler, as in DeepSpeed.
+
+        GradScaler has no minimum. Below 1 it goes as far here as it begins above: then something else is wrong.
+        """
+        section = config.fp16
+        if not config.scales_loss:
             return cls()
+        if not section.enabled:
+            return cls(2.0**16, dynamic=True, window=2000, hysteresis=1, minimum=2.0**-16, hysteresis_left=1)
         if section.loss_scale:
             return cls(scale=float(section.loss_scale))
         return cls(

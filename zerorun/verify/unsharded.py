@@ -82,7 +82,7 @@ class Unsharded(Whole):
     """A whole model with its optimizer, which works on fp32 copies of what is trained."""
 
     def __init__(self, task: TrainingTask, config: Config, raw: RawOptimizer, device: torch.device) -> None:
-        super().__init__(task.model.to(device), task.loss, config, LossScaler.of(config.fp16), device)
+        super().__init__(task.model.to(device), task.loss, config, LossScaler.of(config), device)
         params = [param for group in raw.groups for param in group["params"]]
         kept = {param: raw.master.parts(param.detach().to(device, torch.float32, copy=True)) for param in params}
         self.masters, self._format = {param: nn.Parameter(master) for param, (master, _) in kept.items()}, raw.master
