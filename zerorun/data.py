@@ -12,10 +12,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from .distributed.topology import Topology
 from .errors import CheckpointError
-from .log import warn_once
+from .log import info_once, warn_once
 from .watch.board import Phase, during
 
 Range = tuple[int, int]  # (first, last + 1): positions in the order of one epoch
+# Packages whose iterable datasets look up by themselves which rank they are on.
+_DIVIDING_PACKAGES = ("streaming", "litdata", "webdataset")
 
 
 class EpochSampler(Sampler[int]):
@@ -61,6 +63,26 @@ class EpochSampler(Sampler[int]):
         return self.length
 
 
+class StreamShare(IterableDataset[Any]):
+    """This rank's share of an iterable dataset, which gives all ranks the same samples: every n-th of them.
+
+    At the end, samples that are not enough for all ranks are left out. So all ranks have the same number of batches, and
+    know it without a word to each other. Each worker divides what it reads.
+    """
+
+    def __init__(self, dataset: IterableDataset[Any], rank: int, ranks: int) -> None:
+        self.dataset, self.rank, self.ranks = dataset, rank, ranks
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = iter(self.dataset)
+        while len(taken := list(islice(samples, self.ranks))) == self.ranks:
+            yield taken[self.rank]
+
+    def __len__(self) -> int:
+        """Return the number of samples of this rank. Raises TypeError if the dataset has no length."""
+        return len(self.dataset) // self.ranks  # type: ignore[arg-type]
+
+
 class EpochLoader:
     """A DataLoader over this rank's samples. With ``shuffle`` it reshuffles for every new pass, on all ranks alike.
 
@@ -68,6 +90,8 @@ class EpochLoader:
     only read ahead do not count. A new iterator begins the next epoch, except for the first one after
     ``load_state_dict()``. If several iterators are alive, only the newest one moves the position and follows
     ``load_state_dict()`` and ``skip()``.
+
+    ``divide``: whether ranks divide the samples of an iterable dataset; None: unless it is known to do so by itself.
     """
 
     def __init__(
@@ -81,12 +105,16 @@ class EpochLoader:
         drop_last: bool = False,
         seed: int = 0,
         num_workers: int = 0,
+        divide: bool | None = None,
     ) -> None:
         self.dataset, self.batch_size, self.topology, self.seed = dataset, batch_size, topology, seed
         self.shuffle, self.drop_last = shuffle, drop_last
         self._options: dict[str, Any] = {"collate_fn": collate_fn, "drop_last": drop_last, "num_workers": num_workers}
         self.length: int | None = None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
         self._resumable = self.length is None and not num_workers and has_state(dataset)
+        self._source = self._divided(not divides_itself(dataset) if divide is None else divide)
+        # A dataset that divides itself has a state for each rank.
+        self.is_state_of_rank = self._resumable and topology.data_parallel_size > 1 and self._source is dataset
         self._samples = batch_size * topology.data_parallel_size  # in one batch of every rank, together
         self._passes = 0  # iterators made so far, which is also the number of the newest
         self._moved = False  # the newest iterator must go to a new position
@@ -165,6 +193,21 @@ class EpochLoader:
                 f"batch of {self.batch_size} on every rank. Remedy: choose a batch size that makes it one."
             )
 
+    def _divided(self, divide: bool) -> Dataset[Any]:
+        """Return what this rank reads: if ``divide``, its share of an iterable dataset. A note says which, once."""
+        rank, ranks = self.topology.data_parallel_rank, self.topology.data_parallel_size
+        if self.length is not None or ranks == 1:
+            return self.dataset
+        name = type(self.dataset).__name__
+        if not divide:
+            info_once(f"the iterable dataset {name} is read as it is on each rank: it divides its samples by itself.")
+            return self.dataset
+        info_once(
+            f"of the iterable dataset {name}, each of {ranks} ranks reads all samples and takes every {ranks}-th. If it "
+            'gives ranks other samples by itself, set "dataloader": {"divide_stream": false}.'
+        )
+        return StreamShare(self.dataset, rank, ranks)  # type: ignore[arg-type]
+
     def _start_epoch(self, epoch: int) -> None:
         self.epoch, self.position, self._begun = epoch, 0, False
         self._skipped, self._dataset_state = [], None
@@ -190,7 +233,7 @@ class EpochLoader:
         start = self.position if sampler is not None else 0
         seed = random.Random(f"{self.seed} {self.epoch} {self.topology.data_parallel_rank} {start}").getrandbits(63)
         generator = torch.Generator().manual_seed(seed)
-        return DataLoader(self.dataset, self.batch_size, sampler=sampler, generator=generator, **self._options)
+        return DataLoader(self._source, self.batch_size, sampler=sampler, generator=generator, **self._options)
 
     def _open(self) -> Iterator[tuple[int, Any]]:
         """Return (position after a batch, batch) for the batches from the current position on."""
@@ -279,6 +322,15 @@ class RepeatingLoader:
             name = type(self.loader).__name__
             raise CheckpointError(f"a {name} cannot load {state}. Remedy: wrap the kind of loader that wrote it.")
         self._iterator = iter(())  # the next batch asks the loader for a new one
+
+
+def divides_itself(dataset: Dataset[Any]) -> bool:
+    """True for an iterable dataset that is known to give other samples on each rank.
+
+    Hugging Face's does so after ``split_dataset_by_node()``, which is what ``_distributed`` tells.
+    """
+    packages = {kind.__module__.partition(".")[0] for kind in type(dataset).__mro__}
+    return getattr(dataset, "_distributed", None) is not None or not packages.isdisjoint(_DIVIDING_PACKAGES)
 
 
 def has_state(thing: object) -> bool:

@@ -356,7 +356,8 @@ def stateful(folder: str) -> tuple[list[list[int]], list[list[int]]]:
     def engine_and_batches() -> tuple[zerorun.Engine, Any]:
         samples = list(range(100 * dist.get_rank(), 100 * dist.get_rank() + 20))
         loader = StatefulDataLoader(samples, batch_size=3, shuffle=True)
-        engine, _, found, _ = zerorun.initialize(PLAIN.build(), make_config(1), training_data=loader)
+        config = make_config(1) | {"train_micro_batch_size_per_gpu": 3}
+        engine, _, found, _ = zerorun.initialize(PLAIN.build(), config, training_data=loader)
         assert found is loader
         return engine, found
 
@@ -377,10 +378,12 @@ def stateful(folder: str) -> tuple[list[list[int]], list[list[int]]]:
 def stateful_elsewhere(folder: str) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    engine = zerorun.initialize(PLAIN.build(), make_config(1), training_data=StatefulDataLoader(range(20)))
+    loader = StatefulDataLoader(range(20), batch_size=2)
+    engine = zerorun.initialize(PLAIN.build(), make_config(1), training_data=loader)
     with pytest.raises(CheckpointError, match="has no data state"):
         engine.load_checkpoint(folder)
     engine.load_checkpoint(folder, allow_missing=["data"])
+    assert next(iter(loader)).tolist() == [0, 1], "it has the position of another rank"
     engine.destroy()
 
 

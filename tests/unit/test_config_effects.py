@@ -51,7 +51,7 @@ READ_BY_THE_ENGINE = {
     "tensor_parallel.": "size plan sequence_parallel vocab_parallel_loss",
     "context_parallel.": "method in_evaluation",
     "expert_parallel.": "enabled autoep_size",
-    "dataloader.": "shuffle",
+    "dataloader.": "shuffle num_workers divide_stream",
     "data_types.": "buffer_dtype",
     "tensorboard.": "enabled output_path job_name",
     "csv_monitor.": "enabled output_path job_name",

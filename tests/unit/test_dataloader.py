@@ -600,6 +600,13 @@ def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(zerorun.data, "info_once", said.append)
+    return said
+
+
 @pytest.mark.parametrize(("kind", "workers"), [(Stream, 0), (Stream, 1), (StatefulStream, 1)])
 def test_a_stream_is_read_again_and_thrown_away(kind: Any, workers: int, warnings: list[str]) -> None:
     loader = make(kind(10), num_workers=workers)
@@ -667,7 +674,7 @@ def test_a_streams_position_must_be_whole_batches(warnings: list[str]) -> None:
         make(Stream(20), 2, world=2).load_state_dict(loader.state_dict())
     other = make(Stream(20), 1, world=2)
     other.load_state_dict(loader.state_dict())
-    assert next(iter(other)).tolist() == [3]
+    assert next(iter(other)).tolist() == [6]
 
 
 def test_throwing_away_leaves_the_random_state_alone(warnings: list[str]) -> None:
@@ -705,6 +712,83 @@ def test_length_of_a_stream_is_the_datasets() -> None:
     assert len(make(Sized(5))) == 3
     with pytest.raises(TypeError):
         len(make(Stream(5)))
+
+
+# -- ranks divide such datasets ----------------------------------------------------------------------------------
+
+
+class ByWorker(Stream):
+    """As a stream for several workers is: each has other samples."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        return iter(range(worker.id, self.length, worker.num_workers))
+
+
+class OfRank(StatefulStream):
+    """A stream that divides itself."""
+
+    def __init__(self, length: int, rank: int, ranks: int) -> None:
+        super().__init__(length)
+        self.rank, self.ranks = rank, ranks
+
+    def __iter__(self) -> Iterator[int]:
+        return (number for number in super().__iter__() if number % self.ranks == self.rank)
+
+
+@quick
+@given(length=sizes, world=worlds, batch=batches, drop_last=st.booleans())
+def test_ranks_divide_a_stream_as_they_divide_a_dataset(length: int, world: int, batch: int, drop_last: bool) -> None:
+    whole = Numbers(length - length % world)
+    for rank in range(world):
+        options = {"shuffle": False, "drop_last": drop_last}
+        found = [each.tolist() for each in make(Stream(length), batch, world, rank, **options)]
+        wanted = [each.tolist() for each in make(whole, batch, world, rank, **options)] if len(whole) else []
+        assert found == wanted
+
+
+def test_each_worker_divides_what_it_reads() -> None:
+    found = [flat(make(ByWorker(16), 2, 2, rank, num_workers=2)) for rank in range(2)]
+    assert [len(samples) for samples in found] == [8, 8]
+    assert sorted(found[0] + found[1]) == list(range(16))
+
+
+@pytest.mark.parametrize("kind", [Stream, StatefulStream])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (2, 1)])
+def test_a_divided_stream_goes_on_at_another_number_of_ranks(
+    kind: Any, before: int, after: int, warnings: list[str]
+) -> None:
+    loaders = [make(kind(24), 6 // before, before, rank) for rank in range(before)]
+    iterators = [iter(loader) for loader in loaders]
+    for _ in range(2):
+        for iterator in iterators:
+            next(iterator)
+    states = [loader.state_dict() for loader in loaders]
+    assert all(state == states[0] for state in states)
+    others = [make(kind(24), 6 // after, after, rank) for rank in range(after)]
+    for other in others:
+        other.load_state_dict(json.loads(json.dumps(states[0])))
+    assert sorted(number for other in others for number in flat(other)) == list(range(12, 24))
+
+
+def test_a_stream_that_divides_itself_is_read_as_it_is(notes: list[str]) -> None:
+    loaders = [make(OfRank(8, rank, 2), 2, 2, rank, divide=False) for rank in range(2)]
+    assert [flat(loader) for loader in loaders] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert [loader.is_state_of_rank for loader in loaders] == [True, True]
+    assert all("OfRank is read as it is" in note for note in notes) and len(notes) == 2
+    assert not make(StatefulStream(8), 2, 2).is_state_of_rank
+    assert "StatefulStream" in notes[-1] and "every 2-th" in notes[-1] and "divide_stream" in notes[-1]
+    make(Stream(8), 2, 1, divide=True)
+    make(Numbers(8), 2, 2)
+    assert len(notes) == 3, "there is nothing to say"
+
+
+def test_streams_that_are_known_to_divide_themselves() -> None:
+    theirs = type("StreamingDataset", (Stream,), {"__module__": "streaming.base.dataset"})
+    own = type("Mine", (theirs,), {})
+    assert flat(make(own(4), 2, 2, 1)) == [0, 1, 2, 3]
+    assert flat(make(own(4), 2, 2, 1, divide=True)) == [1, 3]
 
 
 # -- RepeatingLoader ---------------------------------------------------------------------------------------------

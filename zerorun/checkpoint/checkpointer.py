@@ -377,12 +377,14 @@ class Checkpointer:
     def _has_position(self, manifest: Manifest) -> bool:
         """True if the checkpoint has a position for the data loader of this run.
 
-        The position of an ``EpochLoader`` suits any ranks. Other loaders know that of their own rank only, so for them the
-        ranks must be laid out as they were.
+        The position of an ``EpochLoader`` suits any ranks, unless its dataset divides itself. Other loaders know that of
+        their own rank only, so for them the ranks must be laid out as they were.
         """
         if manifest.data is None:
             return False
-        return isinstance(self.run.dataloader, EpochLoader) or self._is_by_rank(manifest, manifest.data)
+        loader = self.run.dataloader
+        suits_any = isinstance(loader, EpochLoader) and not loader.is_state_of_rank
+        return suits_any or self._is_by_rank(manifest, manifest.data)
 
     def _is_by_rank(self, manifest: Manifest, states: Sequence[Any]) -> bool:
         """True if ``states`` has one state for each rank, and the pipe and tensor degrees are those of the save."""
@@ -400,7 +402,7 @@ class Checkpointer:
         Return what was restored, in words.
         """
         topology, lines = self.subject.topology, []
-        if manifest.data is not None and hasattr(self.run.dataloader, "load_state_dict"):
+        if hasattr(self.run.dataloader, "load_state_dict") and self._has_position(manifest):
             own = manifest.data[self._place_in(manifest, manifest.data)]
             self.run.dataloader.load_state_dict(decode(own, tensors))
             lines.append("position in the data")

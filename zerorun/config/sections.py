@@ -412,6 +412,11 @@ class Dataloader(Section):
 
     shuffle: Flag = True
     """Shuffle the data anew in every epoch. With pipeline stages, the default is false, as in DeepSpeed."""
+    num_workers: Annotated[Int, _AT_LEAST_0] = 0
+    """Processes on each rank that read and collate batches ahead; 0: the training loop waits for each batch."""
+    divide_stream: Flag | None = None
+    """Of an iterable dataset, which all ranks read, each of n ranks takes every n-th sample. false: it gives ranks other
+    samples by itself. Not given: true, unless it is known to do so (Hugging Face's after `split_dataset_by_node`)."""
 
 
 class Pipeline(Section):

@@ -105,7 +105,8 @@ class Batches:
             shuffle=config.dataloader.shuffle,
             drop_last=config.dataloader_drop_last,
             seed=config.seed or 0,
-            num_workers=num_local_io_workers or 0,
+            num_workers=config.dataloader.num_workers if num_local_io_workers is None else num_local_io_workers,
+            divide=config.dataloader.divide_stream,
         )
 
     def settle(self) -> None:

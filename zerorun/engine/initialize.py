@@ -60,7 +60,16 @@ from ..plan.weights import (
     sums_of_scales,
 )
 from ..startup.float8 import Float8Layers, described, float8_layers
-from ..startup.inputs import OptimizerLike, has_position, is_scheduler, refuse_unusable_extras, scheduler_made_by, take_in
+from ..startup.inputs import (
+    OptimizerLike,
+    has_position,
+    is_scheduler,
+    loader_notes,
+    refuse_settings_of_a_loader,
+    refuse_unusable_extras,
+    scheduler_made_by,
+    take_in,
+)
 from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_experts, plan_layers, plan_sequences
 from ..startup.parallelized_model import ParallelizedModel
 from ..startup.shared_memory import refuse_shared_memory
@@ -148,6 +157,7 @@ def initialize(
         refuse_elsewhere(model, device)
         refuse_shared_memory(model, raw.group_of.keys())
         refuse_unusable_extras(raw, lr_scheduler, training_data)
+        refuse_settings_of_a_loader(wanted, training_data, collate_fn)
         refuse_unsavable_states(raw)
         refuse_shared_directory(wanted.checkpoint.dir)
         refuse_missing_libraries(wanted, writes=dist.get_rank() == 0)
@@ -155,7 +165,7 @@ def initialize(
         return in_fp8, described(model, wanted.fp8, in_fp8, device.type)
 
     in_fp8, note = _agree(refuse)
-    wanted = wanted.noting(note)
+    wanted = wanted.noting(note, *loader_notes(wanted, training_data))
     settings = wanted.zero_optimization
     planned, unsettled = topology or _topology(wanted), partitioned(model)
     owns_topology = planned.mesh is None
@@ -523,4 +533,6 @@ def _loader(
         shuffle=config.dataloader.shuffle,
         drop_last=config.dataloader_drop_last,
         seed=config.seed or 0,
+        num_workers=config.dataloader.num_workers,
+        divide=config.dataloader.divide_stream,
     )

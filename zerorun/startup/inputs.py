@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -443,6 +443,35 @@ def _refuse_unusable_data(data: Any) -> None:
             "training_data must be a dataset with __len__ and __getitem__, or an IterableDataset; got "
             f"{type(data).__name__}. Remedy: pass such a dataset, or iterate over the data in the loop without passing it."
         )
+
+
+def refuse_settings_of_a_loader(config: Config, data: Any, collate_fn: Any) -> None:
+    """Raise ModelError or ConfigError if a loader with a state of its own was given, and makes other batches than asked."""
+    if not has_position(data):
+        return
+    if collate_fn is not None:
+        raise ModelError(
+            f"collate_fn= is of no use: training_data is a {type(data).__name__}, which makes batches by itself. Remedy: "
+            "give collate_fn= to it, or pass its dataset."
+        )
+    micro = config.train_micro_batch_size_per_gpu
+    size = data.batch_size if isinstance(data, DataLoader) else None
+    if size not in (None, micro):
+        reason = f"the loader that was given as training_data has batches of {size}."
+        remedy = f"Set it to {size}, or make the loader with batch_size={micro}."
+        raise ConfigError([ConfigProblem("train_micro_batch_size_per_gpu", micro, reason, remedy)])
+
+
+def loader_notes(config: Config, data: Any) -> Iterator[ConfigNote]:
+    """Note the keys of the file that a loader with a state of its own, or a dataset with positions, does not read."""
+    section = [f"dataloader.{name}" for name in type(config.dataloader).model_fields]
+    idle = ["dataloader_drop_last", *section] if has_position(data) else []
+    reason = "training_data is a loader, which decides that by itself."
+    if hasattr(data, "__getitem__") and not isinstance(data, IterableDataset):
+        idle, reason = ["dataloader.divide_stream"], "training_data is no IterableDataset; ranks always divide it."
+    for key in idle:
+        if config.sources.get(key, "default") in ("file", "auto"):
+            yield ConfigNote(key, reason)
 
 
 def _hidden_size(model: nn.Module) -> int | None:
