@@ -3045,4 +3045,20 @@ MUTANTS = (
         "        is_own = device is None or own.index is None or device.index in (None, own.index)",
         ("tests/unit/test_deepspeed_mode.py", "-k", "ask_of_an_engine"),
     ),
+    Mutant(
+        "half-loaded-trains-on",
+        "swallowed",
+        "zerorun/engine/outcomes.py",
+        "            self.sharded_model.half_loaded.refuse()",
+        "            pass",
+        ("tests/ranks/test_half_loaded.py", "-k", "half_of_a_damaged"),
+    ),
+    Mutant(
+        "bases-in-other-dtypes-are-not-compared",
+        "swallowed",
+        "zerorun/checkpoint/frozen_base.py",
+        "    return torch.promote_types(dtype, stored) == dtype",
+        "    return dtype == stored",
+        ("tests/ranks/test_half_loaded.py", "-k", "without_its_base"),
+    ),
 )

@@ -314,37 +314,40 @@ class Checkpointer:
 
     def restore(self, reader: Reader, wanted: Wanted) -> dict[str, Any]:
         """Load what ``reader`` has, and return the client state."""
-        manifest, ranks, run = reader.manifest, self.saver.ranks, self.run
+        manifest, ranks = reader.manifest, self.saver.ranks
         assert manifest is not None
         loader = ModelLoader.compared(self.inventory, reader, wanted, ranks)
         ranks.agree(attempt(lambda: self._require(reader, wanted))[1])
         loader.compare_base(ranks, self.subject.comm.dense.peer_reader())
         tensors = reader.state_tensors(ranks)
         ranks.agree(attempt(lambda: self._refuse_strange_values(reader.path, manifest, tensors))[1])
-        lines = []
-        trains = any(ranks.gather(self.subject.optimizer is not None))  # a pipeline stage may have nothing to train
+        prepared, trains = None, any(ranks.gather(self.subject.optimizer is not None))  # a stage may have nothing to train
         if wanted.optimizer and not wanted.weights_only and trains:
-            lines.append("optimizer " + loader.load_optimizer(ranks, tensors))
-        loader.load_weights(ranks)
-        loader.load_extra(tensors)
+            prepared = loader.prepare_optimizer(ranks, tensors)
+        lines, half_loaded = [], self.subject.model.half_loaded
+        if prepared is not None:
+            with half_loaded.loading(reader.path, "optimizer state"):
+                lines.append(f"optimizer {loader.load_optimizer(prepared, ranks)}")
+        with half_loaded.loading(reader.path, "weights"):
+            loader.load_weights(ranks)
+            ranks.agree(attempt(lambda: loader.load_extra(tensors))[1])
+        client_state = decode(manifest.client_state, tensors) or {}
         if wanted.weights_only:
-            return {}
-        run.set_counters({name: manifest.counters[name] for name in run.counters() if name in manifest.counters})
-        if wanted.scheduler and run.lr_scheduler is not None and manifest.scheduler is not None:
-            run.lr_scheduler.load_state_dict(decode(manifest.scheduler, tensors))
-            lines.append("schedule")
-        if manifest.loss_scale is not None and run.config.scales_loss and wanted.optimizer:
-            for key in _SCALER_STATE:
-                setattr(run.scaler, key, manifest.loss_scale[key])
-            lines.append(f"loss scale {run.scaler.scale:g}")
-        if wanted.optimizer:
-            lines += loader.load_residuals(ranks, self.subject.topology)
-        lines += self._restore_position(manifest, tensors)
+            return client_state
+        with half_loaded.loading(reader.path, "counters and schedule"):
+            found, problem = attempt(lambda: _restore_counters(self.run, manifest, wanted, tensors))
+            ranks.agree(problem)
+            lines += found or []
+            if wanted.optimizer:
+                lines += loader.load_residuals(ranks, self.subject.topology)
+            found, problem = attempt(lambda: self._restore_position(manifest, tensors))
+            ranks.agree(problem)
+            lines += found or []
         if is_rank_zero():
             logger.info(
                 "loaded %s of step %d: weights, %s", reader.path, manifest.global_steps, ", ".join(lines) or "nothing else"
             )
-        return decode(manifest.client_state, tensors) or {}
+        return client_state
 
     def _refuse_strange_values(self, path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
         """Raise CheckpointError, before anything is changed, if this rank cannot decode a value that it may need."""
@@ -412,6 +415,20 @@ class Checkpointer:
         elif manifest.rng is not None and is_rank_zero():
             logger.info("random numbers begin afresh: there were %d ranks, or other parallel degrees.", len(manifest.rng))
         return lines
+
+
+def _restore_counters(run: TrainingRun, manifest: Manifest, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> list[str]:
+    """Restore the counters, the schedule and the loss scale. Return what was restored beside the counters, in words."""
+    lines = []
+    run.set_counters({name: manifest.counters[name] for name in run.counters() if name in manifest.counters})
+    if wanted.scheduler and run.lr_scheduler is not None and manifest.scheduler is not None:
+        run.lr_scheduler.load_state_dict(decode(manifest.scheduler, tensors))
+        lines.append("schedule")
+    if manifest.loss_scale is not None and run.config.scales_loss and wanted.optimizer:
+        for key in _SCALER_STATE:
+            setattr(run.scaler, key, manifest.loss_scale[key])
+        lines.append(f"loss scale {run.scaler.scale:g}")
+    return lines
 
 
 def _exported(part: TensorPart, dtype: torch.dtype | None) -> TensorPart | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,17 +22,19 @@ from ..ops.state_format import BLOCK, SCALE, Blocks, StateFormat, held, keep_sta
 from ..optim.parts import PartsOptimizer, StateRange
 from ..plan.optimizer_states import new_states
 from ..plan.sharding_plan import ParameterRun
+from ..plan.units import stored_name
 from ..plan.weights import as_bytes, inner_tensors
 from ..zero.flat_group import TrainedGroup
 from ..zero.pieces import OptimizerPiece
 from ..zero.sharded_optimizer import ShardedOptimizer
 from .block_states import decoded, is_coded, is_scale_set, keeps_blocks, scale_shard, scales
+from .frozen_base import refuse_other_base, sums_of_parts
 from .gather import PeerReader
-from .inventory import Contents, Inventory, SavedParameter, frozen_parts, ranges_of, together
+from .inventory import Contents, Inventory, SavedParameter, ranges_of, together
 from .json_values import decode
 from .ranks import Ranks, attempt, leads_stage
 from .read import Read, Reader
-from .save import frozen_sums, unpack_scalars
+from .save import unpack_scalars
 from .tensorfile import dtype_of
 from .write_plan import MASTER, MODEL, OPTIMIZER, RESIDUAL
 
@@ -118,6 +120,16 @@ def _misfit(reader: Reader, what: str, items: Sequence[str], remedy: str) -> Che
     return CheckpointError(f"{reader.path} {what} {listed(items)}. Remedy: {remedy}")
 
 
+@dataclass
+class PreparedOptimizer:
+    """What an optimizer is to become. ``words``: what is stored of it. ``groups``: hyperparameters, in its own order."""
+
+    words: str
+    groups: list[dict[str, Any]]
+    states: list[tuple[OptimizerPiece, dict[str, Any]]] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)  # what fills the states
+
+
 class ModelLoader:
     """Loads weights, masters, buffers and optimizer state of one checkpoint into one model.
 
@@ -160,18 +172,9 @@ class ModelLoader:
         Raises CheckpointError if they differ. If not strict, there is only a warning, and they stay as they are.
         """
         base = self.reader.manifest.frozen_base if self.reader.manifest else None
-        if base is None:
-            return
-        parts = [p for name in base if (h := self.inventory.homes.get(name)) for p in frozen_parts(name, h)]
-        parts += [part for part in self.inventory.parts_apart() if part.name in base]
-        live = frozen_sums(parts, list(self.inventory.describe()), ranks, read_peer)
-        wrong = [repr(n) for n, kept in base.items() if n in live and live[n]["dtype"] == kept["dtype"] and live[n] != kept]
-        what = "was trained with other frozen weights; they differ in"
-        if wrong and self.wanted.strict:
-            remedy = "load the base model's weights that it was trained with before initialize(), or pass strict=False."
-            raise _misfit(self.reader, what, wrong, remedy)
-        if wrong and is_rank_zero():
-            logger.warning("%s %s %s. They stay as they are.", self.reader.path, what, listed(wrong))
+        if base is not None:
+            live = sums_of_parts(base, self.inventory, self.model.shapes, ranks, read_peer)
+            refuse_other_base(self.reader, base, live, strict=self.wanted.strict)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -265,46 +268,60 @@ class ModelLoader:
         """Give modules back what their ``get_extra_state`` returned when the checkpoint was saved."""
         _, extra = self.inventory.buffers()
         stored = decode(self.reader.manifest.extra_state, tensors) if self.reader.manifest else None
+        # A compiled module and the one inside it have the same stored name. The state is that of the inner one, the later.
+        modules = {stored_name(f"{name}."): module for name, module in self.subject.module.named_modules()}
         for name in extra:
             if stored and name in stored:
-                holder = self.subject.module.get_submodule(name.rpartition(".")[0])
-                holder.set_extra_state(stored[name])
+                prefix = name.rpartition(".")[0]
+                modules[f"{prefix}."].set_extra_state(stored[name])
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 
-    def load_optimizer(self, ranks: Ranks, tensors: dict[str, torch.Tensor]) -> str:
-        """Read the optimizer's state and hyperparameters. Return what was restored, in words.
+    def prepare_optimizer(self, ranks: Ranks, tensors: dict[str, torch.Tensor]) -> PreparedOptimizer | None:
+        """Compare the optimizer with what is stored of it, and make what is to be filled. Collective; nothing is changed.
 
-        Collective: ranks without an optimizer call it, too.
+        Ranks without an optimizer call it, too. Return None if no optimizer state is there, and it may be missing.
         """
-        sharded, manifest = self.subject.optimizer, self.reader.manifest
+        manifest = self.reader.manifest
         assert manifest is not None
         described = manifest.optimizer
         if described is None:
             if self.wanted.allows("optimizer"):
-                return "no optimizer state"
+                return None
             raise CheckpointError(
                 f"{self.reader.path} has no optimizer state. Remedy: pass load_optimizer=False, or "
                 'allow_missing=["optimizer"], to begin with fresh moments.'
             )
         lost = [repr(key) for key in described.get("states", []) if f"{OPTIMIZER}{key}" not in self.reader.sets]
         if lost and self.wanted.allows("optimizer"):
-            return "no optimizer state"
+            return None
         if lost:
             raise _misfit(self.reader, "lacks, of the optimizer,", lost, "pass load_optimizer=False for fresh moments.")
-        keys = [kind for kind in self.reader.sets if kind.startswith(OPTIMIZER)]
-        reads: list[Read] = []
-        ranks.agree(attempt(lambda: self._compare_optimizer(described))[1])
-        scalars, problem = attempt(lambda: unpack_scalars(described["scalars"]))
+        prepared, problem = attempt(lambda: self._prepare(described, tensors))
         ranks.agree(problem)
-        if sharded is not None:
-            for group, stored in zip(sharded.optimizer.param_groups, decode(described["groups"], tensors), strict=True):
-                group.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION})
-        ranks.agree(attempt(lambda: self._make_states(keys, scalars or {}, reads))[1])
-        self.reader.fetch(reads, ranks)
-        self._convert_all()
+        return prepared
+
+    def _prepare(self, described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> PreparedOptimizer:
+        self._compare_optimizer(described)
+        keys = [kind for kind in self.reader.sets if kind.startswith(OPTIMIZER)]
         names = [kind.removeprefix(OPTIMIZER) for kind in keys] + list(described["scalars"])
-        return f"{described['type']} ({', '.join(names)})"
+        prepared = PreparedOptimizer(f"{described['type']} ({', '.join(names)})", decode(described["groups"], tensors))
+        self._make_states(keys, unpack_scalars(described["scalars"]), prepared)
+        return prepared
+
+    def load_optimizer(self, prepared: PreparedOptimizer, ranks: Ranks) -> str:
+        """Read the optimizer's state, and take over its hyperparameters. Collective. Return what was restored, in words."""
+        sharded = self.subject.optimizer
+        if sharded is not None:
+            for group, stored in zip(sharded.optimizer.param_groups, prepared.groups, strict=True):
+                group.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION})
+            for piece, state in prepared.states:
+                sharded.optimizer.state.pop(piece.tensor, None)
+                if state:
+                    sharded.optimizer.state[piece.tensor].update(state)
+        self.reader.fetch(prepared.reads, ranks)
+        self._convert_all()
+        return prepared.words
 
     def _convert_all(self) -> None:
         for convert in self._conversions:
@@ -344,8 +361,8 @@ class ModelLoader:
         name = self._entries[id(piece.flat_group), run.entry]
         return self.find(name) or name
 
-    def _make_states(self, keys: list[str], scalars: dict[str, dict[str, Any]], reads: list[Read]) -> None:
-        """Give every piece a state with the right keys and shapes, and add to ``reads`` what is to fill it."""
+    def _make_states(self, keys: list[str], scalars: dict[str, dict[str, Any]], prepared: PreparedOptimizer) -> None:
+        """Add to ``prepared`` a state for every piece, with the right keys and shapes, and what is to fill it."""
         sharded = self.subject.optimizer
         if sharded is None:
             return
@@ -353,10 +370,8 @@ class ModelLoader:
         if isinstance(sharded.optimizer, SinglePassOptimizer):  # it makes missing states itself, where they belong
             sharded.optimizer.prepare(piece.tensor for piece in sharded.pieces)
         for piece in sharded.pieces:
-            old = sharded.optimizer.state.pop(piece.tensor, {})
-            state = self._state(piece, old, keys, scalars, reads)
-            if state:
-                sharded.optimizer.state[piece.tensor].update(state)
+            old = sharded.optimizer.state.get(piece.tensor, {})
+            prepared.states.append((piece, self._state(piece, old, keys, scalars, prepared.reads)))
 
     def _separate(self, sharded: ShardedOptimizer, keys: list[str], scalars: dict[str, dict[str, Any]]) -> None:
         """Cut every piece whose parameters had not taken the same steps."""
@@ -389,7 +404,7 @@ class ModelLoader:
             if ranges is not None:
                 dtype = self._dtype_of_state(piece, key, there.dtype)
                 state[key] = torch.zeros(sum(r.numel for r in ranges), dtype=dtype, device=piece.tensor.device)
-                reads += self._range_reads(kind, first, state[key], ranges)
+                reads += _range_reads(self.reader, kind, first, state[key], ranges)
                 continue
             home = self._home(piece, piece.runs[0])
             whole = there.shape == home.shape
@@ -462,16 +477,6 @@ class ModelLoader:
 
         self._conversions.append(convert)
 
-    def _range_reads(self, kind: str, name: str, flat: torch.Tensor, ranges: Sequence[StateRange]) -> Iterable[Read]:
-        """What fills ``flat``, a state of which the checkpoint stores that of the whole parameter."""
-        there = self.reader.tensor(kind, name)
-        for part in ranges:
-            if there.shape != part.shape:
-                found = [f"{kind} of {name!r} with shape {list(there.shape)}, not {list(part.shape)}"]
-                remedy = "use the optimizer it was saved with, or pass load_optimizer=False."
-                raise _misfit(self.reader, "has, of the optimizer,", found, remedy)
-            yield Read(kind, name, part.start, flat[part.offset : part.offset + part.numel], part.shard)
-
     def _wrapped(self, piece: OptimizerPiece, name: str, keys: list[str], reads: list[Read]) -> dict[str, Any]:
         """The states that wrap other tensors. The optimizer itself makes them, since no file says how."""
         stored = {kind for kind in keys if _is_inner(kind) and name in self.reader.places(kind)}
@@ -487,7 +492,7 @@ class ModelLoader:
             if kinds and kinds.keys() <= stored:
                 found[key] = value
                 for kind, tensor in kinds.items():
-                    self._compare_inner(kind, name, tensor)
+                    _compare_inner(self.reader, kind, name, tensor)
                     reads.append(Read(kind, name, 0, tensor.view(-1)))
                 stored -= kinds.keys()
         if stored:
@@ -495,14 +500,26 @@ class ModelLoader:
             raise _misfit(self.reader, what, [f"{kind} of {name!r}" for kind in sorted(stored)], remedy)
         return found
 
-    def _compare_inner(self, kind: str, name: str, tensor: torch.Tensor) -> None:
-        there = self.reader.tensor(kind, name)
-        if (tuple(tensor.shape), tensor.dtype) != (there.shape, dtype_of(there.dtype)):
-            raise CheckpointError(
-                f"{self.reader.path} has {kind} of {name!r} as {there.dtype} {list(there.shape)}, and this run's optimizer "
-                f"keeps {tensor.dtype} {list(tensor.shape)}. Remedy: use the settings it was saved with, such as the size "
-                "of blocks, or pass load_optimizer=False."
-            )
+
+def _range_reads(reader: Reader, kind: str, name: str, flat: torch.Tensor, ranges: Sequence[StateRange]) -> Iterable[Read]:
+    """What fills ``flat``, a state of which the checkpoint stores that of the whole parameter."""
+    there = reader.tensor(kind, name)
+    for part in ranges:
+        if there.shape != part.shape:
+            found = [f"{kind} of {name!r} with shape {list(there.shape)}, not {list(part.shape)}"]
+            remedy = "use the optimizer it was saved with, or pass load_optimizer=False."
+            raise _misfit(reader, "has, of the optimizer,", found, remedy)
+        yield Read(kind, name, part.start, flat[part.offset : part.offset + part.numel], part.shard)
+
+
+def _compare_inner(reader: Reader, kind: str, name: str, tensor: torch.Tensor) -> None:
+    there = reader.tensor(kind, name)
+    if (tuple(tensor.shape), tensor.dtype) != (there.shape, dtype_of(there.dtype)):
+        raise CheckpointError(
+            f"{reader.path} has {kind} of {name!r} as {there.dtype} {list(there.shape)}, and this run's optimizer "
+            f"keeps {tensor.dtype} {list(tensor.shape)}. Remedy: use the settings it was saved with, such as the size "
+            "of blocks, or pass load_optimizer=False."
+        )
 
 
 def _is_inner(kind: str) -> bool:

@@ -14,10 +14,12 @@ from ..distributed.device import default_device
 from ..distributed.tensor_shard import TensorShard, shards_of
 from ..distributed.transport.process_group import init_distributed
 from ..errors import CheckpointError
+from ..log import listed
 from ..plan.units import stored_name
-from ..zero.init import keep_part, part_of
+from ..zero.init import keep_part, part_of, whole_value
 from ..zero.sharded_model import model_of
 from .directory import has_manifest
+from .frozen_base import refuse_other_base, sums_of_values
 from .hub_names import joined_by
 from .inventory import Inventory, Subject
 from .load import ModelLoader, NameMap, Wanted, compare_tensors
@@ -38,7 +40,7 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
 
     With ``strict``, the names of the model and of the files must be the same, except for tied weights and the prefix of a
     Hugging Face base model. Raises CheckpointError, naming tensors, if any are missing, left over, of another shape, or
-    damaged.
+    damaged. Of a checkpoint that leaves frozen weights out, those are compared with the model's by their checksums.
     """
     init_distributed(default_device())
     path = Path(dir)
@@ -52,7 +54,10 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
             return
         ranks = Ranks(sharded.comm.topology)
         try:
-            ModelLoader.compared(Inventory.of(Subject(model, sharded)), reader, Wanted(strict), ranks).load_weights(ranks)
+            loader = ModelLoader.compared(Inventory.of(Subject(model, sharded)), reader, Wanted(strict), ranks)
+            loader.compare_base(ranks, sharded.comm.dense.peer_reader())
+            with sharded.half_loaded.loading(path, "weights"):
+                loader.load_weights(ranks)
         finally:
             ranks.close()
 
@@ -78,11 +83,17 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
     shapes = {name: shards[id(p)].shape if id(p) in shards else tuple(p.shape) for name, p in params.items()}
     shapes |= {name: tuple(module._buffers[key].shape) for name, (module, key) in buffers.items()}  # type: ignore[union-attr]
     compare_tensors(reader, known, shapes, wanted)
+    _compare_base(params, shards, reader, wanted)
     _refuse_unfillable(model, {name for name in shapes if known.find(name)})
     for name, param in params.items():
         stored = known.find(name)
         if stored is not None:
             source = MASTER if stored in reader.places(MASTER) else MODEL
+            if not param.is_meta and part_of(param) is None and not param.data.is_contiguous():  # channels_last, transposed
+                flat = torch.empty(param.numel(), dtype=param.dtype)
+                reader.read(Read(source, stored, 0, flat, shards.get(id(param))))
+                param.data.copy_(flat.view(param.shape))
+                continue
             for read in _reads(model, param, shards.get(id(param)), source, stored):
                 reader.read(read)
     for name, (module, key) in buffers.items():
@@ -91,6 +102,26 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
             flat = torch.empty(old.numel(), dtype=old.dtype)
             reader.read(Read(MODEL, stored, 0, flat))
             module._buffers[key] = flat.view(old.shape).to(default_device() if old.is_meta else old.device)
+
+
+def _compare_base(params: dict[str, nn.Parameter], shards: dict[int, TensorShard], reader: Reader, wanted: Wanted) -> None:
+    """Compare what the checkpoint leaves out with what the model has of it. Collective if ``Init`` has partitioned it.
+
+    Parameters on the meta device have no values, which is refused elsewhere.
+    """
+    base = (reader.manifest.frozen_base if reader.manifest else None) or {}
+    parts = [name for name in base if name in params and id(params[name]) in shards]
+    if parts and wanted.strict:
+        raise CheckpointError(
+            f"{reader.path} leaves out frozen weights that are divided over tensor-parallel ranks here, and cannot be "
+            f"compared: {listed(list(map(repr, parts)))}. Remedy: load it into engine.module after initialize(), or pass "
+            "strict=False."
+        )
+    for name, kept in base.items():
+        if name in params and name not in parts and not params[name].is_meta:
+            whole = whole_value(params[name])
+            live = sums_of_values({name: kept}, {name: params[name] if whole is None else whole})
+            refuse_other_base(reader, {name: kept}, live, strict=wanted.strict)
 
 
 def _reads(model: nn.Module, param: nn.Parameter, shard: TensorShard | None, source: str, stored: str) -> Iterator[Read]:

@@ -14,6 +14,7 @@ from ..checkpoint.cli import export
 from ..checkpoint.cli.choose import locate, open_reader
 from ..checkpoint.write_plan import MODEL
 from ..errors import CheckpointError
+from ..log import listed, logger
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -43,6 +44,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
             stream = weights.stream(name)
             parts = list(stream.stretches())
             found[name] = torch.cat(parts).view(stream.tensor.shape) if parts else torch.empty(stream.tensor.shape)
+        left_out = sorted((reader.manifest.frozen_base if reader.manifest is not None else None) or {})
+        if left_out and not exclude_frozen_parameters:
+            what = "%s was saved with exclude_frozen_parameters, so that these weights are not among those returned: %s."
+            logger.warning(what, path, listed(list(map(repr, left_out))))
         aliases = reader.manifest.aliases if reader.manifest is not None else {}
     return found | {alias: found[name] for alias, name in aliases.items() if name in found}
 

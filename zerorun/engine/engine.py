@@ -340,7 +340,7 @@ class Engine(CurvatureTaking):
     def destroy(self) -> None:
         """Give back an ordinary module with full weights, and free everything else. All ranks must call it."""
         try:
-            self.refuse_failed()
+            self.refuse_failed(to_load=False)  # that has been told, and a new engine is its remedy
         finally:
             self._undo()
 

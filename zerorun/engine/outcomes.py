@@ -297,9 +297,14 @@ class Outcomes(Reports, Counters, LoopQueries):
         if self.history.failure is None and self.observer is not None:
             self.observer.observe(self._record(outcome), self.communication_report)
 
-    def refuse_failed(self) -> None:
-        """Learn what has come of the last step, and raise its error if it failed. All ranks must call it."""
+    def refuse_failed(self, *, to_load: bool = True) -> None:
+        """Learn what has come of the last step, and raise its error if it failed; ``to_load``: also if a load did.
+
+        All ranks must call it.
+        """
         self.settle()
+        if to_load:
+            self.sharded_model.half_loaded.refuse()
         failure = self.history.failure
         if failure is not None:
             self.history.fail(None)

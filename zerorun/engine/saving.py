@@ -123,6 +123,8 @@ class Saving(Outcomes):
         path, client_state = load()
         if path is not None:
             board.note_load(begun, self.global_steps)
+        else:
+            self.sharded_model.half_loaded.refuse()
         return path, client_state
 
     def resume(self, dir: str | Path | None = None) -> tuple[Path | None, dict[str, Any]]:
@@ -185,6 +187,7 @@ class Saving(Outcomes):
         At stage 3 without ``stage3_gather_16bit_weights_on_model_save``, as in DeepSpeed, nothing is written: a warning
         says so, and the result is False. ``export`` writes safetensors by parts, without all weights on one rank.
         """
+        self.refuse_failed()
         if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
             warn_once(
                 "save_16bit_model() wrote nothing: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -14,6 +15,7 @@ from torch import nn
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
+from ..errors import CheckpointError
 from ..plan.weights import named_members
 from .away import GRADIENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup
@@ -84,6 +86,30 @@ class ParameterHome:
         return self.unit.index, self.unit.flat_groups.index(self.flat_group), self.entry
 
 
+class HalfLoaded:
+    """What loads have begun to change and not finished: the model is neither as it was nor as saved. On all ranks alike."""
+
+    def __init__(self) -> None:
+        self._begun: dict[str, str] = {}  # what, such as "weights" -> where it was being loaded from
+
+    @contextmanager
+    def loading(self, source: object, *what: str) -> Iterator[None]:
+        """The block changes ``what`` to what ``source`` has. If it fails, that is half loaded until another load of it."""
+        self._begun.update(dict.fromkeys(what, str(source)))
+        yield
+        for name in what:
+            del self._begun[name]
+
+    def refuse(self) -> None:
+        """Raise CheckpointError if anything is half loaded."""
+        if self._begun:
+            what, source = " and ".join(self._begun), next(iter(self._begun.values()))
+            raise CheckpointError(
+                f"loading {source} failed midway, in {what}: the model is neither as it was nor as that was saved. Remedy: "
+                "load a checkpoint that is whole, or begin again with a new model and a new engine."
+            )
+
+
 _numbers = itertools.count()  # of engines
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 
@@ -102,6 +128,7 @@ class ShardedModel:
         self.gradient_factor = gradient_factor
         self.number = next(_numbers)  # of the engine, the same on all ranks
         self.before_update: list[Callable[[], None]] = []  # called when gradients are reduced and weights are as before
+        self.half_loaded = HalfLoaded()
         self._norm = Norm(runtime.comm, runtime.units)
         self.homes = {
             id(param): ParameterHome(unit, flat_group, entry)

@@ -1,0 +1,294 @@
+"""What a load that fails leaves behind, and weights that a checkpoint leaves out: no mixture trains on without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+from training import make_config
+
+import zerorun
+from zerorun.errors import CheckpointError, DamagedError
+
+
+class Layers(nn.Module):
+    """A frozen layer, and two that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(self.base(values))))
+
+
+class Wide(Layers):
+    """The same with files of several blocks: damage in the last one is found only when the others have been read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 800), nn.Linear(800, 800)
+
+
+def make(seed: int, config: dict[str, Any], build: Callable[[], nn.Module] = Layers, **given: Any) -> zerorun.Engine:
+    torch.manual_seed(seed)
+    return zerorun.initialize(build(), config, **given)
+
+
+def train(engine: zerorun.Engine, first: int, count: int) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        loss = engine(torch.randn(2, 6, generator=generator)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def spoil(path: Path, pattern: str) -> None:
+    """Change one bit of the last of these files. All ranks must call it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = sorted(path.glob(pattern))[-1]
+        content = bytearray(file.read_bytes())
+        content[-3] ^= 1
+        file.write_bytes(content)
+    dist.barrier()
+
+
+# -- half loaded -------------------------------------------------------------------------------------------------------
+
+
+def fail_to_load(folder: str, stage: int, pattern: str) -> tuple[list[float], list[float]]:
+    """(losses of the uninterrupted run, those after a load that failed and one that did not)."""
+    config = make_config(stage)
+    engine = make(0, config, Wide)
+    train(engine, 0, 3)
+    engine.save_checkpoint(folder, "whole")
+    engine.save_checkpoint(folder, "damaged")
+    expected = train(engine, 3, 3)
+    engine.destroy()
+    spoil(Path(folder, "damaged"), pattern)
+    engine = make(5, config, Wide)
+    with pytest.raises(DamagedError):
+        engine.load_checkpoint(folder, "damaged")
+    for refused in (
+        lambda: train(engine, 3, 1),
+        lambda: engine.save_checkpoint(folder, "mixture"),
+        lambda: engine.export(Path(folder, "export")),
+        lambda: engine.save_16bit_model(Path(folder, "whole weights")),
+        lambda: train(engine, 3, 1),
+    ):
+        with pytest.raises(CheckpointError, match=r"damaged failed midway, in .* neither as it was"):
+            refused()
+    with pytest.raises(CheckpointError, match="no checkpoint 'nowhere'"):  # which mends nothing
+        engine.load_checkpoint(folder, "nowhere")
+    with pytest.raises(CheckpointError, match="failed midway"):
+        train(engine, 3, 1)
+    engine.load_checkpoint(folder, "whole")
+    found = train(engine, 3, 3)
+    engine.destroy()
+    return expected, found
+
+
+@pytest.mark.parametrize(("stage", "pattern"), [(1, "model-*"), (3, "optimizer.exp_avg-*"), (3, "model-*")])
+def test_half_of_a_damaged_checkpoint_does_not_train_on(stage: int, pattern: str, tmp_path: Path) -> None:
+    for expected, found in run_ranks(2, fail_to_load, str(tmp_path), stage, pattern):
+        assert found == expected
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "latest", "whole"]
+
+
+def fail_and_destroy(folder: str) -> None:
+    engine = make(0, make_config(1), Wide)
+    engine.save_checkpoint(folder, "one")
+    spoil(Path(folder, "one"), "model-*")
+    with pytest.raises(DamagedError):
+        engine.load_checkpoint(folder)
+    engine.destroy()  # its error has been told
+
+
+def test_an_engine_that_is_half_loaded_can_be_given_up(tmp_path: Path) -> None:
+    run_ranks(2, fail_and_destroy, str(tmp_path))
+
+
+def refuse_before(folder: str) -> tuple[list[float], list[float]]:
+    """(losses without a load, those after loads that were refused before they changed anything)."""
+    engine = make(0, make_config(1))
+    train(engine, 0, 1)
+    engine.save_checkpoint(folder, "adam")
+    engine.destroy()
+    engine = make(0, make_config(1, optimizer="SGD"))
+    expected = train(engine, 0, 3)
+    engine.destroy()
+    engine = make(0, make_config(1, optimizer="SGD"))
+    with pytest.raises(CheckpointError, match="was saved with the optimizer Adam"):
+        engine.load_checkpoint(folder)
+    found = train(engine, 0, 3)
+    engine.destroy()
+    return expected, found
+
+
+def test_a_load_that_is_refused_changes_nothing(tmp_path: Path) -> None:
+    for expected, found in run_ranks(2, refuse_before, str(tmp_path)):
+        assert found == expected
+
+
+class Stubborn(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule that cannot be loaded on rank 1."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer, lambda step: 1.0)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("not that one")
+        super().load_state_dict(state_dict)
+
+
+def fail_on_one(folder: str) -> None:
+    torch.manual_seed(0)
+    module = Layers()
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    config = {key: value for key, value in make_config(1).items() if key != "optimizer"}
+    engine = zerorun.initialize(module, config, optimizer=optimizer, lr_scheduler=Stubborn(optimizer))
+    engine.save_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="rank 1: ValueError: not that one"):
+        engine.load_checkpoint(folder)
+    with pytest.raises(CheckpointError, match="failed midway, in counters"):
+        train(engine, 0, 1)
+    engine.destroy()
+
+
+def test_what_one_rank_cannot_load_fails_all(tmp_path: Path) -> None:
+    run_ranks(2, fail_on_one, str(tmp_path))
+
+
+# -- frozen weights that were left out -----------------------------------------------------------------------------------
+
+
+def save_trained(folder: str, precision: str) -> None:
+    engine = make(0, make_config(1, precision=precision))
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder, "adapted", exclude_frozen_parameters=True)
+    engine.destroy()
+
+
+def load_over(folder: str, seed: int, how: str, strict: bool) -> tuple[str, bool]:
+    """(the error, or empty; whether the first trained layer has the values of the checkpoint)."""
+    torch.manual_seed(seed)
+    path, sharded = Path(folder, "adapted"), how in ("engine", "fp32", "bf16")
+    engine = None
+    if how == "Init":
+        with zerorun.zero.Init():
+            module = Layers()
+    else:
+        module = Layers()
+    if sharded:
+        engine = zerorun.initialize(module, make_config(3, precision="fp32" if how == "engine" else how))
+    before = _second_bias(module, engine)
+    try:
+        if how in ("fp32", "bf16") and engine is not None:
+            engine.load_checkpoint(folder, strict=strict)
+        else:
+            zerorun.load_pretrained(module, path, strict=strict)
+        error = ""
+    except CheckpointError as caught:
+        error = str(caught)
+    changed = not torch.equal(before, _second_bias(module, engine))
+    if engine is not None:
+        engine.destroy()
+    return error, changed
+
+
+def _second_bias(module: nn.Module, engine: zerorun.Engine | None) -> torch.Tensor:
+    if engine is not None:
+        return engine.state_dict()["second.bias"]
+    with zerorun.zero.GatheredParameters([module.second.bias]):
+        return module.second.bias.detach().clone()
+
+
+@pytest.mark.parametrize("how", ["plain", "Init", "engine", "fp32", "bf16"])
+def test_a_checkpoint_without_its_base_is_refused_over_another(how: str, tmp_path: Path) -> None:
+    """Saved in fp32, and for the two ways of the engine in bf16."""
+    run_ranks(2, save_trained, str(tmp_path), "bf16" if how in ("fp32", "bf16") else "fp32")
+    for error, changed in run_ranks(2, load_over, str(tmp_path), 0, how, True):
+        assert (error, changed) == ("", True)
+    for error, changed in run_ranks(2, load_over, str(tmp_path), 7, how, True):
+        assert "was trained with other frozen weights; they differ in 'base." in error
+        assert not changed
+    for error, changed in run_ranks(2, load_over, str(tmp_path), 7, how, False):
+        assert (error, changed) == ("", True)
+
+
+def test_a_base_in_fewer_bits_is_not_refused(tmp_path: Path) -> None:
+    """What bf16 has does not tell whether the fp32 values that it was rounded from are the same: a warning says so."""
+    run_ranks(2, save_trained, str(tmp_path), "fp32")
+    for error, changed in run_ranks(2, load_over, str(tmp_path), 0, "bf16", True):
+        assert (error, changed) == ("", True)
+
+
+# -- into what model ---------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Linear):
+    """A layer with a state of its own."""
+
+    count = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+class Compiled(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = torch.compile(Counting(6, 6), backend="eager")
+
+
+def save_compiled(folder: str) -> int:
+    engine = make(0, make_config(1), Compiled)
+    engine.module.second._orig_mod.count = 7
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = make(1, make_config(1), Compiled)
+    engine.load_checkpoint(folder)
+    found: int = engine.module.second._orig_mod.count
+    engine.destroy()
+    return found
+
+
+def test_the_state_of_a_compiled_layer_comes_back(tmp_path: Path) -> None:
+    assert run_ranks(1, save_compiled, str(tmp_path)) == [7]
+
+
+def pretrained_in_other_orders(folder: str) -> None:
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 2))
+
+    torch.manual_seed(0)
+    expected = build().state_dict()
+    engine = make(0, make_config(0), build)
+    path = engine.save_checkpoint(folder)
+    engine.destroy()
+    model = build().to(memory_format=torch.channels_last)
+    model[1].weight = nn.Parameter(torch.randn(4, 2).t())
+    zerorun.load_pretrained(model, path)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert not model[1].weight.is_contiguous()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_weights_come_into_parameters_of_any_memory_format(tmp_path: Path) -> None:
+    run_ranks(1, pretrained_in_other_orders, str(tmp_path))
