@@ -88,6 +88,47 @@ class ListedStates(Own):
         return velocity
 
 
+class DecaysMatrices(Own):
+    """Element by element, until a script lets it decay what has more than one dimension."""
+
+    def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.5, weight_decay: float = 0.0) -> None:
+        super().__init__(params, lr, momentum)
+        for group in self.param_groups:
+            group.setdefault("weight_decay", weight_decay)
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        (group,) = (group for group in self.param_groups if any(other is param for other in group["params"]))
+        decay = group["weight_decay"] if param.dim() > 1 else 0
+        return velocity + decay * param if decay else velocity
+
+
+class AfterWarmUp(Own):
+    """By norms of parameters, but for the first steps."""
+
+    warm = 40
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        return velocity if self.state[param]["count"] <= self.warm else velocity / velocity.norm()
+
+
+class Switched(Own):
+    """Element by element, as long as its groups do not say ``by = "rows"``. It counts steps in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.02, momentum: float = 0.5, by: str = "elements") -> None:
+        super().__init__(params, lr, momentum)
+        for group in self.param_groups:
+            group.update(by=by, steps=0)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] += 1
+        super().step()
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        by_rows = self.param_groups[0]["by"] == "rows"
+        return velocity / (velocity.norm(dim=-1, keepdim=True) + 1e-3) if by_rows else velocity
+
+
 class AnyKeywords(Softsign):
     def __init__(self, params: Any, **settings: Any) -> None:
         super().__init__(params, **settings)

@@ -170,6 +170,30 @@ def tied_by_memory_on_one_rank() -> tuple[str, str]:
     return attempt(lambda: make(model=model))
 
 
+class Filter(nn.Module):
+    """A filter of frequencies, whose gains are complex numbers or, as ``real``, pairs of them."""
+
+    def __init__(self, *, real: bool = False) -> None:
+        super().__init__()
+        gains = torch.full((3,), 0.5 + 0.25j)
+        self.gain = nn.Parameter(torch.view_as_real(gains) if real else gains)
+        self.first = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gain = self.gain if self.gain.is_complex() else torch.view_as_complex(self.gain)
+        return torch.fft.irfft(torch.fft.rfft(self.first(x)) * gain, n=4)
+
+
+def complex_parameter() -> tuple[str, str]:
+    return attempt(lambda: make(model=Filter()))
+
+
+def complex_parameter_made_in_init() -> tuple[str, str]:
+    with zerorun.zero.Init():
+        model = Filter()
+    return attempt(lambda: make(model=model, optimizer=lambda params: torch.optim.SGD(params, lr=0.0)))
+
+
 def number_as_training_data() -> tuple[str, str]:
     return attempt(lambda: make(training_data=3))
 
@@ -356,6 +380,8 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     schedule_of_an_optimizer_made_anew: (ModelError, ["lr_scheduler=StepLR", "that initialize() got", "Remedy"]),
     tied_by_memory: (ModelError, ["'embed.weight' and 'head.weight' share memory", "assign the Parameter itself"]),
     tied_by_memory_on_one_rank: (ModelError, ["'embed.weight' and 'head.weight' share memory", "Remedy"]),
+    complex_parameter: (ModelError, ["'gain'", "complex64", "imaginary part", "view_as_complex"]),
+    complex_parameter_made_in_init: (ModelError, ["'gain'", "complex64", "imaginary part", "Remedy"]),
     number_as_training_data: (ModelError, ["training_data", "__getitem__", "int"]),
     generator_as_training_data_on_one_rank: (ModelError, ["training_data", "list_iterator"]),
     lbfgs: (ModelError, ["LBFGS"]),
@@ -387,6 +413,34 @@ def test_error_is_clear_and_the_same_on_all_ranks(case: Callable[[], tuple[str, 
     assert {name for name, _ in answers} == {kind.__name__}
     for word in words:
         assert all(word in text for _, text in answers), (word, answers)
+
+
+def filtered(stage: int) -> list[torch.Tensor]:
+    """Weights after two steps of SGD: what the remedy leads to, without an engine at stage -1, and a frozen parameter."""
+    torch.manual_seed(0)
+    model, x = Filter(real=True), torch.randn(2, 4)
+    model.frozen = nn.Parameter(torch.tensor([1 + 2j]), requires_grad=False)
+    if stage < 0:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        return list(model.state_dict().values())
+    engine = make({**make_config(stage, optimizer="SGD"), "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}, model)
+    for _ in range(2):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    weights = list(engine.state_dict().values())
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_complex_numbers_as_pairs_are_trained(stage: int) -> None:
+    (wanted,) = run_ranks(1, filtered, -1)
+    for found in run_ranks(2, filtered, stage):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
 
 
 def train_named(named: bool) -> list[torch.Tensor]:

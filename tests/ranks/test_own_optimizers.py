@@ -15,7 +15,7 @@ from torch import nn
 from training import make_config, make_engine, shared_topology, train
 
 import zerorun
-from zerorun.errors import ModelError
+from zerorun.errors import ModelError, StepError
 
 STEPS = 3
 PARAMS = {"lr": 0.05, "momentum": 0.6}
@@ -94,6 +94,73 @@ def test_units_that_one_rank_has_for_itself(stage: int) -> None:
         assert found[0] == pytest.approx(norms, rel=1e-5) and found[2] == pytest.approx(losses, rel=1e-5)
         for name, value in masters.items():
             torch.testing.assert_close(found[1][name], value)
+
+
+def changed(stage: int, kind: str) -> list[torch.Tensor]:
+    """Weights after steps of an optimizer that changes its ways in the second one; by one process at stage -1."""
+    torch.manual_seed(5)
+    model = nn.Linear(6, 4)
+    settings = {"warm": 1} if kind == "AfterWarmUp" else {}
+    own = type(kind, (getattr(own_optimizers, kind),), settings)
+    optimizer = own(model.parameters(), **PARAMS)
+    x = torch.randn(4, 3, 6)
+    config = {"train_micro_batch_size_per_gpu": 3, "gradient_clipping": 0, "zero_optimization": {"stage": stage}}
+    engine = None
+    if stage >= 0:
+        engine = zerorun.initialize(model, config, optimizer=optimizer, topology=shared_topology())
+    for count, batch in enumerate(x):
+        if kind == "DecaysMatrices" and count:
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+        if engine is None:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        else:
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+    weights = list((model if engine is None else engine).state_dict().values())
+    if engine is not None:
+        engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("kind", ["DecaysMatrices", "AfterWarmUp"])
+def test_what_changes_its_ways_later_equals_one_process(kind: str) -> None:
+    (wanted,) = run_ranks(1, changed, -1, kind)
+    for stage in (0, 1, 3):
+        for found in run_ranks(2, changed, stage, kind):
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)
+
+
+def switch(stage: int) -> tuple[str, bool, list[float]]:
+    """(the error, whether weights are as before the step, losses of steps around it) of a switch that is taken back."""
+    torch.manual_seed(6)
+    config = {**config_of("Switched", stage), "gradient_accumulation_steps": 1}
+    engine, x, losses = zerorun.initialize(nn.Linear(6, 4), config, topology=shared_topology()), torch.randn(3, 6), []
+
+    def train_on(by: str) -> None:
+        engine.optimizer.param_groups[0]["by"] = by
+        loss = engine(x).square().mean()
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+
+    train_on("elements")
+    before = engine.state_dict()
+    with pytest.raises(StepError) as told:
+        train_on("rows")
+    same = all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+    train_on("elements")
+    train_on("elements")
+    engine.destroy()
+    return str(told.value), same, losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_switch_to_more_than_it_was_divided_for_is_an_error(stage: int) -> None:
+    for text, same, losses in run_ranks(2, switch, stage):
+        assert "'by' it looks at whole parameters" in text and same
+        assert losses[0] > losses[1] == losses[2] > losses[3]
 
 
 def refuse() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from zerorun import log
 from zerorun.config.parse import Config
 from zerorun.errors import ConfigError
 from zerorun.pipeline.module import PipelineModule
@@ -50,6 +51,20 @@ def notes(config: dict[str, Any], **others: Any) -> dict[str, str]:
 @pytest.mark.parametrize("optimizer", [None, lambda params: SGD(params, lr=0.1)])
 def test_a_wrong_schedule_is_found_before_units_are_built(scheduler: Any, key: str, optimizer: Any) -> None:
     assert set(refused({**BASE, **ADAM, "scheduler": scheduler}, optimizer=optimizer)) == {f"scheduler.{key}"}
+
+
+def test_it_is_said_that_fp64_is_rounded(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(log, "_warned", set())
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2))
+    model[2].double()
+    given({**BASE, **ADAM}, model=model[:2])
+    given({**BASE, **ADAM, "bf16": {"enabled": True}}, model=model)
+    model[2].weight.requires_grad_(False)
+    given({**BASE, **ADAM}, model=model, groups=[model[0].weight])
+    assert not caplog.messages
+    given({**BASE, **ADAM}, model=model)
+    (told,) = caplog.messages
+    assert "rounded to fp32 by the first step: '2.bias'." in told and "model.float()" in told
 
 
 def test_a_schedule_for_each_group() -> None:

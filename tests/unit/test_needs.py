@@ -10,10 +10,11 @@ import schedulefree
 import torch
 
 from zerorun.config.parse import load_config, resolve
-from zerorun.errors import ConfigError
+from zerorun.errors import ConfigError, StepError
 from zerorun.ops import single_pass
-from zerorun.optim.needs import Needs
-from zerorun.optim.optimizers import BY_MATRICES, BY_SUMS, ELEMENTWISE, build_optimizer, needs_of, parts_kind
+from zerorun.optim import needs
+from zerorun.optim.needs import Needs, try_needs
+from zerorun.optim.optimizers import BY_MATRICES, BY_SUMS, ELEMENTWISE, build_optimizer, needs_of, parts_kind, watched
 
 FOUND = {
     "Softsign": Needs.ELEMENTS,
@@ -24,6 +25,9 @@ FOUND = {
     "Noisy": Needs.MATRICES,
     "OwnStates": Needs.MATRICES,
     "OneLength": Needs.MODEL,
+    "DecaysMatrices": Needs.MATRICES,
+    "AfterWarmUp": Needs.MATRICES,
+    "Switched": Needs.ELEMENTS,
 }
 
 
@@ -56,10 +60,10 @@ def test_sums_go_by_exact_class(kind: type[torch.optim.Optimizer]) -> None:
     assert needs_of(client, "", {}, client.param_groups) is Needs.SUMS
     assert parts_kind(client, "", {}, Needs.SUMS) is kind
     assert needs_of(None, kind.__name__, {}, [{}]) is Needs.SUMS
-    for attributes, needs in (({}, Needs.MATRICES), ({"by_sums": True}, Needs.SUMS)):
+    for attributes, wanted in (({}, Needs.MATRICES), ({"by_sums": True}, Needs.SUMS)):
         own = type("Own", (kind,), attributes)([torch.zeros(2, 2)])
-        assert needs_of(own, "", {}, own.param_groups) is needs
-        assert (parts_kind(own, "", {}, needs) is None) == (needs is Needs.MATRICES)
+        assert needs_of(own, "", {}, own.param_groups) is wanted
+        assert (parts_kind(own, "", {}, wanted) is None) == (wanted is Needs.MATRICES)
 
 
 def test_others() -> None:
@@ -78,6 +82,59 @@ def test_others() -> None:
 
     client = Says([torch.zeros(2, 2)])
     assert needs_of(client, "", {}, client.param_groups) is Needs.ELEMENTS
+
+
+def test_what_no_trial_shows_can_be_said() -> None:
+    class SaysNo(own_optimizers.Softsign):
+        elementwise = False
+
+    class Inherits(SaysNo):
+        pass
+
+    said: Any = torch.optim.SGD([torch.zeros(2, 2)], lr=0.1)
+    said.elementwise = False
+    for client in (SaysNo([torch.zeros(2, 2)]), Inherits([torch.zeros(2, 2)]), said):
+        assert needs_of(client, "", {}, client.param_groups) is Needs.MATRICES
+
+
+def test_a_number_that_is_0_may_be_one_that_has_to_be() -> None:
+    class Nth(own_optimizers.Softsign):
+        def direction(self, param: torch.Tensor, velocity: torch.Tensor) -> torch.Tensor:
+            return super().direction(param, [velocity, velocity * 2][self.param_groups[0]["which"]])
+
+    client = Nth([{"params": [torch.zeros(2, 2)], "which": 0}])
+    assert needs_of(client, "", {}, client.param_groups) is Needs.ELEMENTS
+
+
+def test_it_is_tried_again_where_a_script_switches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials: list[int] = []
+
+    def counted(*given: Any) -> Needs:
+        trials.append(1)
+        return try_needs(*given)
+
+    monkeypatch.setattr(needs, "try_needs", counted)
+    param = torch.nn.Parameter(torch.ones(5))
+    param.grad = torch.ones(5)
+    client = own_optimizers.Switched([{"params": [param], "weight_decay": 0.1, "betas": (0.9, 0.99)}])
+    watch = watched(client, Needs.ELEMENTS)
+    assert watch is not None and watched(torch.optim.SGD([param]), Needs.ELEMENTS) is None
+    (group,) = client.param_groups
+    for count in range(3):  # schedules, and what the optimizer counts by itself
+        group.update(lr=0.1 * count, weight_decay=0.2 + count, betas=(0.9 - 0.1 * count, 0.99), initial_lr=0.1)
+        watch.refuse_more()
+        client.step()
+        watch.stepped()
+    assert not trials
+    group["weight_decay"] = 0.0
+    watch.refuse_more()
+    group["by"] = "columns"
+    watch.refuse_more()
+    watch.refuse_more()
+    assert len(trials) == 2
+    group["by"] = "rows"
+    with pytest.raises(StepError, match=r"'by' it looks at whole parameters.*elementwise = False"):
+        watch.refuse_more()
 
 
 def test_a_trial_leaves_tensors_of_the_optimizer_alone() -> None:

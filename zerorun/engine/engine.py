@@ -271,6 +271,7 @@ class Engine(CurvatureTaking):
         model = self.sharded_model
         assert model.optimizer is not None
         model.runtime.guard.refuse_thawed()
+        model.optimizer.refuse_changed_needs()
         self.accumulation.advise()
         self._refuse_losses(summary)
         unscale = self.accumulation.unscale(summary.weight)

@@ -41,7 +41,7 @@ from ..ops.single_pass import SinglePassOptimizer
 from ..optim.loss_scaler import LossScaler
 from ..optim.lr_schedules import build_schedule
 from ..optim.muon import Muon
-from ..optim.optimizers import build_optimizer, split_state
+from ..optim.optimizers import build_optimizer, split_state, watched
 from ..optim.parts import PartsOptimizer
 from ..optim.requested import RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
@@ -462,6 +462,7 @@ def _shard_optimizer(
         refuse_unused=refuse_unused,
         matrices=matrices,
         in_fp32=in_fp32,
+        watched=watched(optimizer, raw.divided_for),
     )
 
 

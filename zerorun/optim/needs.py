@@ -3,7 +3,9 @@
 Classes that zerorun knows are in a table (optimizers.py). Others are tried on the CPU: copies of the optimizer take a few
 steps on matrices, on the halves of the matrices as flat tensors, and on each matrix alone. Where all come to the same bits,
 the optimizer does not notice what it is given. The matrices are larger than the sizes at which optimizers change their ways
-(8-bit states begin at 4,096 elements), and the halves smaller.
+(8-bit states begin at 4,096 elements), and the halves smaller. Small ones go on for more steps, because some optimizers
+change their ways after a warm-up. All is done again with other numbers in place of settings that are 0, which a script may
+raise later. Where it changes settings in other ways, :class:`WatchedSettings` tries again.
 """
 
 from __future__ import annotations
@@ -14,13 +16,17 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from copy import copy
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_SHAPE = (96, 64)
-_STEPS = 3
+from ..errors import StepError
+
+_SHAPE, _STEPS = (96, 64), 3
+_SMALL, _MANY = (16, 8), 64  # where there are many groups, fewer steps: at most _UPDATES over all groups
+_UPDATES = 512
 _RATE = 0.01  # a warm-up may begin with 0, with which nothing would move
 
 Make = Callable[[list[list[Tensor]]], torch.optim.Optimizer]
@@ -41,30 +47,40 @@ def try_needs(make: Make, groups: int) -> Needs:
 
     One whose trial fails is taken to need matrices: that is right for all that do not look at other parameters.
     """
-    try:
-        return _compare(make, groups)
-    except Exception:  # an optimizer of the user's may raise anything, and will again where the user sees it
-        return Needs.MATRICES
+    many = min(_MANY, max(_STEPS, _UPDATES // groups))
+    found = Needs.ELEMENTS
+    for zeros in (True, False):
+        for shape, steps in ((_SHAPE, _STEPS), (_SMALL, many)):
+            try:
+                found = max(found, _compare(make, groups, shape, steps, zeros))
+            except Exception:  # an optimizer of the user's may raise anything, and will again where the user sees it
+                if zeros:  # otherwise a number that is 0 may be none that can be another
+                    return Needs.MATRICES
+            if found is Needs.MODEL:
+                return found
+    return found
 
 
-def _compare(make: Make, groups: int) -> Needs:
+def _compare(make: Make, groups: int, shape: tuple[int, int], steps: int, zeros: bool) -> Needs:
     generator = torch.Generator().manual_seed(1)
+    after = partial(_values_after, make, groups, zeros)
     # For each matrix its first values, and the gradients of all steps.
-    matrices = [torch.randn((1 + _STEPS, *_SHAPE), generator=generator) for _ in range(2 * groups)]
-    alone = [_values_after(make, groups, part, seed) for seed, part in enumerate((matrices[:groups], matrices[groups:]))]
-    if _values_after(make, groups, matrices[:groups], 10) != alone[0]:  # noise, which no two ranks would have alike
+    matrices = [torch.randn((1 + steps, *shape), generator=generator) for _ in range(2 * groups)]
+    alone = [after(part, seed) for seed, part in enumerate((matrices[:groups], matrices[groups:]))]
+    if after(matrices[:groups], 10) != alone[0]:  # noise, which no two ranks would have alike
         return Needs.MATRICES
-    flat = [matrix.view(1 + _STEPS, -1) for matrix in matrices[:groups]]
-    halves = [_values_after(make, groups, [tensor.chunk(2, 1)[half] for tensor in flat], 20) for half in range(2)]
+    flat = [matrix.view(1 + steps, -1) for matrix in matrices[:groups]]
+    halves = [after([tensor.chunk(2, 1)[half] for tensor in flat], 20) for half in range(2)]
     if all(halves) and [first + second for first, second in zip(*halves, strict=True)] == alone[0]:
         return Needs.ELEMENTS
-    return Needs.MATRICES if _values_after(make, groups, matrices, 30) == alone[0] + alone[1] else Needs.MODEL
+    return Needs.MATRICES if after(matrices, 30) == alone[0] + alone[1] else Needs.MODEL
 
 
-def _values_after(make: Make, groups: int, given: Sequence[Tensor], seed: int) -> list[bytes]:
+def _values_after(make: Make, groups: int, zeros: bool, given: Sequence[Tensor], seed: int) -> list[bytes]:
     """The values of each tensor after the steps, as bytes. Empty if states of flat tensors do not go by their elements.
 
-    ``given``: of each tensor its first values and gradients, [1 + steps, ...]; they go to the groups in turn.
+    ``given``: of each tensor its first values and gradients, [1 + steps, ...]; they go to the groups in turn. ``zeros``:
+    settings that are 0 stay so.
     """
     params = [tensor[0].clone() for tensor in given]
     with torch.random.fork_rng(devices=[]):
@@ -73,7 +89,9 @@ def _values_after(make: Make, groups: int, given: Sequence[Tensor], seed: int) -
         for group in optimizer.param_groups:
             if "lr" in group:
                 group["lr"] = torch.full_like(group["lr"], _RATE) if torch.is_tensor(group["lr"]) else _RATE
-        for step in range(_STEPS):
+            if not zeros:
+                group.update({key: _RATE for key, value in group.items() if _is_number(value) and not value})
+        for step in range(len(given[0]) - 1):
             for param, tensor in zip(params, given, strict=True):
                 param.grad = tensor[1 + step].clone()
             step_once(optimizer)
@@ -82,6 +100,54 @@ def _values_after(make: Make, groups: int, given: Sequence[Tensor], seed: int) -
     if params[0].dim() == 1 and not by_elements:
         return []
     return [param.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for param in params]
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)
+
+
+class WatchedSettings:
+    """The settings with which ``optimizer`` was tried, and what it was divided for: it must not come to need ``more``."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, divided_for: Needs) -> None:
+        self._optimizer, self._divided_for = optimizer, divided_for
+        self.stepped()
+
+    def stepped(self) -> None:
+        """The optimizer has stepped. What it has changed itself, such as counts, is no reason for another trial."""
+        self._tried = _switches(self._optimizer)
+
+    def refuse_more(self) -> None:
+        """Raise StepError if somebody has changed settings since, and with these the optimizer needs more."""
+        now = _switches(self._optimizer)
+        if now == self._tried:
+            return
+        if try_needs(partial(copy_over, self._optimizer), len(now)) > self._divided_for:
+            both = [(old, new, old.keys() | new.keys()) for old, new in zip(self._tried, now, strict=True)]
+            changed = sorted({key for old, new, keys in both for key in keys if old.get(key) != new.get(key)})
+            raise StepError(
+                f"{type(self._optimizer).__name__} was divided over ranks as a trial in initialize() had shown that it may "
+                f"be. With what its groups have now as {' and '.join(map(repr, changed))} it looks at whole parameters, or "
+                "at all of them. Weights are those before this step. Remedy: set that before initialize(), or give its "
+                "class the attribute elementwise = False, with which it gets whole parameters."
+            )
+        self._tried = now
+
+
+def _switches(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Of each group, what may decide how it is updated. Rates do not, nor does how large other fractions are."""
+    return [
+        {key: _switch(value) for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}
+        for group in optimizer.param_groups
+    ]
+
+
+def _switch(value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_switch, value))
+    if isinstance(value, float):
+        return float, value != 0
+    return value if value is None or isinstance(value, (int, str)) else type(value)
 
 
 # -- trials -----------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from zerorun.ops.state_format import BLOCK, is_scale
 from .adafactor import Adafactor
 from .lamb import Lamb
 from .muon import Muon
-from .needs import Needs, copy_over, try_needs
+from .needs import Needs, WatchedSettings, copy_over, try_needs
 from .parts import PartsOptimizer
 
 # The update of an element depends only on that element's gradient and state (and on step counts), so these optimizers can
@@ -154,16 +154,16 @@ def needs_of(
 ) -> Needs:
     """What ``optimizer``, or the one that ``type`` and ``params`` of the config describe, needs of the parameters.
 
-    Classes that are not known are tried; a class attribute ``elementwise = True`` spares them that. ``groups``: the
-    settings of its parameter groups. Raises ConfigError as ``build_optimizer``.
+    Classes that are not known are tried; a class attribute ``elementwise = True`` spares them that. With ``elementwise =
+    False``, also of the object, it needs matrices at least. ``groups``: the settings of its parameter groups. Raises
+    ConfigError as ``build_optimizer``.
     """
     kind = resolve_optimizer(type, params)[0] if optimizer is None else optimizer.__class__
-    if kind in ELEMENTWISE or vars(kind).get("elementwise", False):
-        return Needs.ELEMENTS
-    if kind in BY_SUMS or vars(kind).get("by_sums", False):
-        return Needs.SUMS
-    if kind in BY_MATRICES:
-        return Needs.MATRICES
+    known = _known_needs(kind)
+    says_no = getattr(kind if optimizer is None else optimizer, "elementwise", None) is False
+    least = Needs.MATRICES if says_no else Needs.ELEMENTS
+    if known is not None:
+        return max(least, known)
 
     def make(members: list[list[Tensor]]) -> torch.optim.Optimizer:
         if optimizer is not None:
@@ -171,7 +171,21 @@ def needs_of(
         made = [{**settings, "params": own} for settings, own in zip(settings_of(groups), members, strict=True)]
         return build_optimizer(type, params, made)
 
-    return try_needs(make, len(groups))
+    return max(least, try_needs(make, len(groups)))
+
+
+def _known_needs(kind: type) -> Needs | None:
+    """What optimizers of this very class need; None if only a trial can tell."""
+    if kind in ELEMENTWISE or vars(kind).get("elementwise", False):
+        return Needs.ELEMENTS
+    if kind in BY_SUMS or vars(kind).get("by_sums", False):
+        return Needs.SUMS
+    return Needs.MATRICES if kind in BY_MATRICES else None
+
+
+def watched(optimizer: torch.optim.Optimizer, divided_for: Needs) -> WatchedSettings | None:
+    """What sees to it that ``optimizer`` does not come to need more; None if its class is known."""
+    return WatchedSettings(optimizer, divided_for) if _known_needs(type(optimizer)) is None else None
 
 
 def parts_kind(

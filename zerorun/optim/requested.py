@@ -10,6 +10,7 @@ from torch import nn
 
 from ..ops.rounding import MasterFormat
 from ..ops.state_format import StateFormat
+from .needs import Needs
 from .parts import PartsOptimizer
 
 
@@ -21,7 +22,7 @@ class RawOptimizer:
     class, if it gets one tensor for each part of a parameter, and is told which it is. ``matrix_dtype``: in which Muon's
     matrices travel to their owners; None for other optimizers. ``formats``: id(parameter) -> the format of its states, of
     those that are not kept in fp32. ``master``: that of the values that are updated. ``seed``: of the chance by which both
-    are rounded to bf16; None to round to nearest.
+    are rounded to bf16; None to round to nearest. ``divided_for``: the most that the optimizer may need of the parameters.
     """
 
     optimizer: torch.optim.Optimizer | None
@@ -35,6 +36,7 @@ class RawOptimizer:
     formats: dict[int, StateFormat] = field(default_factory=dict)
     master: MasterFormat = MasterFormat.FP32
     seed: int | None = None
+    divided_for: Needs = Needs.MODEL
 
 
 def without_elsewhere(raw: RawOptimizer, model: nn.Module) -> RawOptimizer:

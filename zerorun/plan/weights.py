@@ -237,11 +237,18 @@ def let_go_of_memory(holder: Any, data: torch.Tensor) -> None:
 
 
 def refuse_unusable_weights(model: nn.Module, *, trains: bool) -> None:
-    """Raise ModelError for a parameter that is not plain, if it is to be trained or if it cannot be counted and saved.
+    """Raise ModelError for a parameter that is to be trained and is complex or not plain, or cannot be counted and saved.
 
     ``trains``: there is an optimizer.
     """
     for name, param in model.named_parameters():
+        if trains and param.requires_grad and param.is_complex():
+            raise ModelError(
+                f"parameter {name!r} has complex numbers ({param.dtype}) and requires a gradient, but the values that "
+                "optimizers update are kept in fp32: it would lose its imaginary part. Remedy: let it be a real parameter, "
+                "nn.Parameter(torch.view_as_real(values)), with two numbers in its last dimension, and take "
+                "torch.view_as_complex(parameter) in forward; or freeze it with requires_grad_(False)."
+            )
         if kind_of(param) == PLAIN:
             continue
         found = type(param)

@@ -23,6 +23,7 @@ from ..distributed.device import CPU
 from ..distributed.tensor_shard import shards_of
 from ..distributed.topology import Topology
 from ..errors import ConfigError, ConfigProblem, ModelError, ZerorunError
+from ..log import listed, warn_once
 from ..ops.rounding import MasterFormat
 from ..ops.single_pass import Adam8bit, SinglePassOptimizer
 from ..ops.state_format import StateFormat
@@ -89,11 +90,24 @@ def take_in(
     )
     refuse_unusable_weights(model, trains=client is not None or wanted.optimizer is not None)
     raw = _raw_optimizer(model, wanted, client, model_parameters, world_size)
+    if not (wanted.fp16.enabled or wanted.bf16.enabled):  # where all is rounded, and meant to be
+        _tell_of_rounded(model, raw)
     if raw.matrix_dtype is not None:
         wanted = wanted.noting(ConfigNote("optimizer.type", described(raw.groups, raw.params)))
     if raw.groups and wanted.scheduler is not None and not scheduler_given:
         build_schedule(wanted.scheduler.type, dict(wanted.scheduler.params), _stand_in(raw))
     return wanted, raw
+
+
+def _tell_of_rounded(model: nn.Module, raw: RawOptimizer) -> None:
+    """Warn of parameters that have more digits than the values that optimizers update."""
+    taken = [(name, param) for name, param in model.named_parameters() if param.requires_grad and id(param) in raw.group_of]
+    if names := [name for name, param in taken if param.dtype == torch.float64]:
+        warn_once(
+            f"parameters in fp64 are rounded to fp32 by the first step: {listed(list(map(repr, names)), 3)}. The model "
+            "computes in fp64, but the values that optimizers update, gradients and optimizer states are in fp32. "
+            "Remedy: model.float() takes half the memory; where fp64 is needed, train without zerorun."
+        )
 
 
 def _with_degrees(config: Config, degrees: dict[str, int]) -> Config:
@@ -228,7 +242,8 @@ def _raw_optimizer(
     needs = needs_of(client, name, params, groups) if matrix_dtype is None else Needs.ELEMENTS
     chosen = type(client).__name__ if client is not None else name
     is_divided = data_parallel_degree(config, world_size) < world_size
-    if needs is Needs.MODEL and world_size > 1 and (config.zero_optimization.stage or is_divided):
+    sees_all = world_size == 1 or not (config.zero_optimization.stage or is_divided)
+    if needs is Needs.MODEL and not sees_all:
         raise ModelError(
             f"{chosen} looks at all parameters together: what it does to one depends on the others, as a trial of it has "
             f"shown. At stage {config.zero_optimization.stage} on {world_size} ranks each rank updates a part of them. "
@@ -267,7 +282,8 @@ def _raw_optimizer(
             "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
             "the optimizer out to use the engine for inference only."
         )
-    raw = RawOptimizer(client, groups, group_of, name, params, whole, parts, matrix_dtype)
+    most = Needs.MODEL if whole and sees_all else Needs.MATRICES if whole else needs
+    raw = RawOptimizer(client, groups, group_of, name, params, whole, parts, matrix_dtype, divided_for=most)
     tried = client
     if tried is None and (_keys_of_formats(config) or issubclass(resolve_optimizer(name, params)[0], SinglePassOptimizer)):
         tried = build_optimizer(name, params, [{**kept, "params": [torch.zeros(1)]} for kept in settings_of(groups)])

@@ -18,6 +18,7 @@ from ..log import warn_once
 from ..ops.rounding import Origin
 from ..ops.single_pass import SinglePassOptimizer, Sophia, is_native, leave_to_torch
 from ..optim.in_fp32 import KeptTensor, StepsInFp32
+from ..optim.needs import WatchedSettings
 from .flat_group import TrainedGroup
 from .host_updates import begin_updates, take_in
 from .matrix_updates import MatrixUpdates
@@ -65,12 +66,14 @@ class ShardedOptimizer:
         refuse_unused: bool = False,
         matrices: MatrixUpdates | None = None,
         in_fp32: PiecesInFp32 | None = None,
+        watched: WatchedSettings | None = None,
     ) -> None:
         """``refuse_unused``: a parameter without a gradient on any rank is an error. ``matrices``: of a Muon.
 
-        ``in_fp32``: how to step an optimizer that does not know what its tensors are kept in.
+        ``in_fp32``: how to step an optimizer that does not know what its tensors are kept in. ``watched``: settings with
+        which it may need more of its parameters.
         """
-        self._matrices, self._in_fp32 = matrices, in_fp32
+        self._matrices, self._in_fp32, self._watched = matrices, in_fp32, watched
         self.optimizer, self.pieces, self.units, self.comm = optimizer, pieces, units, comm
         self._split, self._refuses_unused = split, refuse_unused
         self.stepping = False  # the optimizer's step is running
@@ -141,6 +144,11 @@ class ShardedOptimizer:
         """
         self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
+    def refuse_changed_needs(self) -> None:
+        """Raise StepError if settings were changed so that the optimizer cannot be divided any more as it is."""
+        if self._watched is not None:
+            self._watched.refuse_more()
+
     def update(self, coefficient: torch.Tensor | float, *, unused: bool, order: Sequence[Unit]) -> None:
         """Multiply the gradients by ``coefficient``, step the optimizer, and write the new values in compute dtype.
 
@@ -194,6 +202,11 @@ class ShardedOptimizer:
             raise StepError("optimizer.step() was called directly. Remedy: call engine.step().")
 
     def _update_now(self, pieces: list[OptimizerPiece], coefficient: torch.Tensor | float) -> None:
+        self._step_optimizer(pieces, coefficient)
+        if self._watched is not None:
+            self._watched.stepped()
+
+    def _step_optimizer(self, pieces: list[OptimizerPiece], coefficient: torch.Tensor | float) -> None:
         if self._in_fp32 is not None:
             self.stepping = True
             try:
