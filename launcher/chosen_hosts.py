@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zerorun.errors import LaunchError
+from zerorun.watch.launched import is_task_of_several
 
 from .facts import usable_cores, visible_gpus
 from .hosts import Host, first_hosts, limit_slots, parse_hostfile, select, slurm_hosts
@@ -66,8 +67,7 @@ def _check_spares(hosts: Sequence[Host], spares: int) -> None:
 
 def in_allocation(environment: Mapping[str, str]) -> bool:
     """Return True in a SLURM allocation, except in one of several tasks of an srun step: that one has its part already."""
-    inside = environment.get("SLURM_STEP_ID", "").isdigit() and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1
-    return "SLURM_JOB_NODELIST" in environment and not inside
+    return "SLURM_JOB_NODELIST" in environment and not is_task_of_several(environment)
 
 
 def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[Host]:

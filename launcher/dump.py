@@ -27,6 +27,7 @@ from typing import Any
 
 from zerorun.errors import LaunchError
 from zerorun.log import counted, ranks_in_words
+from zerorun.watch.launched import launched
 from zerorun.watch.verdict import Hang, in_words, judge
 
 from .boards import Boards, Seen, is_stopped, open_board, training_first
@@ -117,7 +118,7 @@ def _state_of(process: int, seen: Seen, moves: bool, stacks: str) -> RankState:
     told = variables(process)
     job = job_of(told)
     names = [job, *(told[name] for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID") if told.get(name))]
-    count = told.get("WORLD_SIZE", told.get("SLURM_NTASKS", ""))
+    count = launched(told).get("WORLD_SIZE", "")
     world_size = int(count) if count.isdecimal() else 1
     program = shlex.join(_words(process, "cmdline"))
     return RankState(socket.gethostname(), job, tuple(names), program, world_size, seen, moves, stacks)

@@ -21,6 +21,7 @@ from itertools import product
 
 from zerorun.errors import LaunchError, did_you_mean
 from zerorun.log import listed
+from zerorun.watch.launched import tasks_of_nodes
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%-]+")  # also IPv6 addresses, with or without a zone
 _USER = re.compile(r"(?!-)[A-Za-z0-9_.-]+")
@@ -285,7 +286,7 @@ def slurm_hosts(environment: Mapping[str, str], asked: int | None) -> list[Host]
     gpus = _slurm_gpus(environment)
     if gpus:
         return [Host(name, tuple(range(gpus))) for name in names]
-    tasks = [] if asked is not None else _slurm_tasks(environment.get("SLURM_TASKS_PER_NODE", ""))
+    tasks = [] if asked is not None else tasks_of_nodes(environment.get("SLURM_TASKS_PER_NODE", ""))
     if len(tasks) != len(names):
         return [Host(name) for name in names]
     return [Host(name, tuple(range(count))) for name, count in zip(names, tasks, strict=True)]
@@ -297,14 +298,3 @@ def _slurm_gpus(environment: Mapping[str, str]) -> int:
         if all(count.isdecimal() for count in counts) and any(int(count) for count in counts):
             return sum(int(count) for count in counts)
     return 0
-
-
-def _slurm_tasks(text: str) -> list[int]:
-    """``2(x3),1`` -> 2, 2, 2, 1."""
-    counts: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
-        if match is None:
-            return []
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts

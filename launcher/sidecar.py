@@ -24,6 +24,7 @@ from typing import Any
 from zerorun.errors import LaunchError
 from zerorun.log import ranks_in_words
 from zerorun.watch.board import RankProgress
+from zerorun.watch.launched import launched
 from zerorun.watch.pace import Window
 
 from .agent import Agent, Message
@@ -340,7 +341,7 @@ def _say(text: str) -> None:
 
 def _count_here(environment: Any) -> int | None:
     """How many ranks are on this host; None if that is not known."""
-    count = environment.get("LOCAL_WORLD_SIZE", "")
+    count = launched(environment).get("LOCAL_WORLD_SIZE", "")
     return int(count) if count.isdecimal() else None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import slurmbed
+import torch
 from harness import patience
 from jobs import PRELUDE, assert_nothing_left
 from slurmbed import Slurm
@@ -188,6 +189,51 @@ def test_a_job_of_srun_alone_that_stands_still(slurm: Slurm, tmp_path: Path) -> 
     report = err.split("=" * 80)[1]
     assert BUSY in report and "in planted_bug" in report
     assert_nothing_left(slurm.cluster, 5)
+
+
+SHARDS = """
+import torch, zerorun
+import torch.distributed as dist
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+engine = zerorun.initialize(model, {"train_batch_size": 4, "gradient_clipping": 0, "optimizer": {"type": "SGD"},
+                                    "zero_optimization": {"stage": 1, "hybrid_shard": True}})
+data = torch.randn(4, 8)
+engine.backward(engine(data.chunk(dist.get_world_size())[dist.get_rank()]).square().mean())
+engine.step()
+place = engine.topology
+if dist.get_rank() == 0:
+    total = sum(float(value.sum()) for value in engine.state_dict().values())
+else:
+    engine.state_dict()
+if dist.get_rank() == 0:
+    print("told", place.world_size, place.replicate, place.shard, place.ranks_per_host, round(total, 4), flush=True)
+"""
+
+
+def told_by(text: str) -> list[str]:
+    return [line.removeprefix("told ") for line in text.splitlines() if line.startswith("told ")]
+
+
+@pytest.mark.nightly
+def test_srun_alone_shards_within_hosts(slurm: Slurm, tmp_path: Path) -> None:
+    """From a host that has none of the tasks, as from a login node. A batch script has one rank, whatever its tasks are."""
+    (tmp_path / "train.py").write_text(SHARDS)
+    torch.manual_seed(0)
+    model, data = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    model(data).square().mean().backward()
+    torch.optim.SGD(model.parameters(), lr=1e-3).step()
+    total = round(sum(float(value.sum()) for value in model.state_dict().values()), 4)
+    step = ["srun", "--overlap", "--nodelist=node1,node2", "-N2", "--ntasks-per-node=2", "--ntasks=4"]
+    job = allocate(slurm, tmp_path, "--exclusive", *step, sys.executable, "train.py")
+    out, err = job.communicate(timeout=120 * patience())
+    assert told_by(out) == [f"4 2 2 2 {total}"], err
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{sys.executable} train.py\n")
+    command = slurm.command(["sbatch", "--wait", "-N2", "--ntasks=4", "--output=job.log", "job.sh"], tmp_path)
+    subprocess.run(command, check=True, timeout=120 * patience())
+    log = (tmp_path / "job.log").read_text()
+    assert told_by(log) == [f"1 1 1 1 {total}"], log
 
 
 @pytest.mark.nightly

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked_scripts import RunningScript
 from harness import patience, start_ranks, start_script
+
+from zerorun.launcher.facts import reserve_port
 
 SCRIPT = """
 import sys, torch, zerorun
@@ -106,6 +110,69 @@ def test_the_launcher_ends_the_others_of_a_rank_with_a_collective_in_flight(tmp_
     assert done.returncode == 1, done.stderr
     assert "rank 1 failed first" in done.stderr
     assert "ValueError: planted" in done.stderr
+
+
+MPIRUN = """
+import torch, zerorun
+import torch.distributed as dist
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+engine = zerorun.initialize(model, {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+                                    "zero_optimization": {"stage": 3}, "gradient_clipping": 0})
+data = torch.randn(4, 8)
+for _ in range(3):
+    engine.backward(engine(data.chunk(dist.get_world_size())[dist.get_rank()]).square().mean())
+    engine.step()
+weights = engine.state_dict()
+if dist.get_rank() == 0:
+    print([dist.get_world_size(), *(float(value.sum()) for value in weights.values())])
+"""
+
+
+def _weights_of_one_process() -> list[float]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(2)))
+    data, optimizer = torch.randn(4, 8), torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+    return [float(value.sum()) for value in model.state_dict().values()]
+
+
+def _ranks_of_mpirun(**variables: str) -> list[RunningScript]:
+    told = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", **variables}
+    places = [{"OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_LOCAL_RANK": rank} for rank in "01"]
+    return [start_script(MPIRUN, **told, **place) for place in places]
+
+
+def test_ranks_of_mpirun_train_one_model() -> None:
+    with reserve_port(None) as port:
+        (code, said, errors), *_ = [
+            script.finish(120 * patience()) for script in _ranks_of_mpirun(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        ]
+    assert code == 0, errors
+    assert json.loads(said) == pytest.approx([2, *_weights_of_one_process()], rel=1e-5)
+
+
+def test_ranks_of_mpirun_that_do_not_know_where_to_meet_are_told() -> None:
+    """And train no model each."""
+    for script in _ranks_of_mpirun():
+        code, _, errors = script.finish(120 * patience())
+        assert code == 1 and "lacks MASTER_ADDR and MASTER_PORT" in errors and "mpirun -x MASTER_ADDR" in errors
+
+
+@pytest.mark.nightly  # by day with its variables, above
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun (Open MPI)")
+def test_mpirun_itself(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(MPIRUN)
+    with reserve_port(None) as port:
+        command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
+        told = ["-x", "PYTHONPATH", "-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={port}"]
+        done = start([*command, *told, sys.executable, str(tmp_path / "train.py")], PYTHONPATH=os.pathsep.join(sys.path))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == pytest.approx([2, *_weights_of_one_process()], rel=1e-5)
 
 
 OWN_GROUP = """

@@ -20,10 +20,10 @@ import pytest
 from harness import patience
 
 from zerorun.launcher.boards import is_gone
-from zerorun.watch import board, sidecars
+from zerorun.watch import board, launched, sidecars
 
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-SRUN = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77", "SLURM_NNODES": "3"}
+SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77", "SLURM_NNODES": "3"}
 
 
 class Store(dict[str, bytes]):
@@ -76,7 +76,7 @@ def test_the_first_ranks_of_hosts_start_them(launcher: Any, started: list[Any], 
     store = Store()
     for rank in range(4):
         environment = launcher(rank)
-        assert sidecars.started_by_another(environment) and sidecars.rank_in(environment) == rank
+        assert sidecars.started_by_another(environment) and launched.rank_in(environment) == rank
         be(monkeypatch, environment)
         sidecars.begin_together(store, "10.1.2.3")
     first, second = started
@@ -130,14 +130,14 @@ def test_jobs_on_one_host(started: list[Any], monkeypatch: pytest.MonkeyPatch) -
         (srun(1), True, False),
         ({**srun(1), "SLURM_STEP_NUM_NODES": "1"}, True, True),  # a step on one of the three nodes of the job
         ({**srun(1), "SLURM_NNODES": "1"}, True, True),
-        ({**SRUN, "SLURM_PROCID": "0", "SLURM_NTASKS": "1"}, False, False),
+        ({**SRUN, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}, False, False),
         ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, False, False),  # mpirun, or by hand
         ({}, False, False),
     ],
 )
 def test_who_has_started_a_rank_and_where(environment: dict[str, str], by_another: bool, here: bool) -> None:
     assert sidecars.started_by_another(environment) == by_another
-    assert sidecars.is_on_one_host(environment) == here
+    assert launched.is_on_one_host(environment) == here
 
 
 RANKS = """

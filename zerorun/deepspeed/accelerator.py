@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from ..distributed.device import default_device, on_host, synchronize
+from ..watch.launched import ranks_here, world_size_in
 
 
 class Memory:
@@ -186,7 +187,7 @@ class Accelerator(Memory, RandomNumbers, Marks):
 
     def device_count(self) -> int:
         """GPUs that this process sees. On a CPU, the ranks of this host, as DeepSpeed counts them."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self._on_host else self._module.device_count()
+        return ranks_here(world_size_in(os.environ)) if self._on_host else self._module.device_count()
 
     def synchronize(self, device_index: Any = None) -> None:
         """Wait until the device has done all work that it was given."""

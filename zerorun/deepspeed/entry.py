@@ -20,6 +20,7 @@ from ..engine.initialize import initialize as make_engine
 from ..errors import ConfigError, ConfigProblem, StepError, TopologyError
 from ..log import is_rank_zero, script_logger
 from ..startup.inputs import config_of
+from ..watch.launched import world_size_in
 from .leniency import as_deepspeed_reads
 from .param_grad import show_gradients
 from .parameters import show_placeholders
@@ -105,7 +106,7 @@ def parse_config(config: Any, mpu: Any = None, mesh_device: Any = None) -> Confi
 
     ``deepspeed.DeepSpeedConfig(...)``; ``mpu`` and ``mesh_device`` change nothing. Raises ConfigError.
     """
-    world_size = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    world_size = dist.get_world_size() if dist.is_initialized() else world_size_in(os.environ)
     parsed = load_config(as_deepspeed_reads(config), world_size=world_size)
     return resolve(parsed, data_parallel_size=data_parallel_degree(parsed, world_size))
 

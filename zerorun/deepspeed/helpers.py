@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..distributed.device import default_device, on_host
 from ..log import is_rank_zero, script_logger, warn_once
+from ..watch.launched import local_rank
 from .accelerator import get_accelerator
 
 DeepSpeedOptimizer = torch.optim.Optimizer  # engine.optimizer is one of torch's; it shards, and wraps nothing
@@ -163,7 +164,7 @@ def set_random_seed(seed: int) -> None:
 
 def get_local_rank() -> int:
     """This rank's number on its host."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+    return local_rank()
 
 
 def get_world_group() -> dist.ProcessGroup | None:

@@ -20,6 +20,7 @@ import torch
 from torch.utils import _pytree
 
 from ..errors import TopologyError
+from ..watch.launched import local_rank
 from . import simulated
 
 GPU, CPU = "cuda", "cpu"  # as torch.device.type has them
@@ -30,7 +31,7 @@ _LARGE_BYTES = 1 << 20  # of pinned memory; for less, twice the size does not ma
 
 
 def default_device() -> torch.device:
-    """Return the device of this rank: its GPU, by LOCAL_RANK or, under ``srun``, SLURM_LOCALID; the CPU if there is none.
+    """Return the device of this rank: its GPU, by LOCAL_RANK or what it is to srun and mpirun; the CPU if there is none.
 
     ZERORUN_DEVICE overrides it: "cpu", "cuda" for the GPU of this rank, "cuda:1", or "simulated" (see simulated.py). Raises
     TopologyError for another value and for a GPU that is not there.
@@ -53,8 +54,7 @@ def device_of_rank(device: torch.device) -> torch.device:
         return device
     gpus = gpu_count()
     if device.index is None and gpus:
-        local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-        return torch.device(GPU, int(local) % gpus)
+        return torch.device(GPU, local_rank() % gpus)
     if device.index is None or device.index >= gpus:
         raise _no_such_device(str(device), f"but this process sees {gpus or 'no'} GPU{'s' if gpus > 1 else ''}")
     return device

@@ -74,6 +74,7 @@ from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_e
 from ..startup.parallelized_model import ParallelizedModel
 from ..startup.shared_memory import refuse_shared_memory
 from ..watch.board import Phase, board, during, limit_waits
+from ..watch.launched import ranks_here
 from ..zero.builder import build, map_shards
 from ..zero.disks import open_disk
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
@@ -359,8 +360,7 @@ def _engine_for(model: nn.Module) -> type[Engine]:
 def _topology(config: Config) -> Topology:
     """Return the topology that the configuration describes, without process groups."""
     world_size = dist.get_world_size()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    return planned_topology(config, world_size, local, dist.get_rank())
+    return planned_topology(config, world_size, ranks_here(world_size), dist.get_rank())
 
 
 def _feedback(config: Config, accumulation: Accumulation, scaler: LossScaler) -> Feedback | None:

@@ -26,6 +26,7 @@ from zerorun.launcher.facts import reserve_port, visible_gpus
 from ..distributed.device import is_in_use
 from ..distributed.transport.process_group import shutdown
 from ..errors import LaunchError
+from ..watch.launched import launched
 
 _END_S = 5.0  # what ranks have to end by themselves, once one has failed or they were told to
 
@@ -64,7 +65,7 @@ def _refuse_what_forks_cannot(count: int) -> None:
     reason = ""
     if "fork" not in multiprocessing.get_all_start_methods():
         reason = "this system cannot fork processes. Remedy: write a script, and start it by `zerorun`."
-    elif "RANK" in os.environ or dist.is_initialized():
+    elif "RANK" in launched(os.environ) or dist.is_initialized():
         reason = "this process is a rank itself. Remedy: call the function, or restart the notebook's kernel."
     elif is_in_use():
         reason = (

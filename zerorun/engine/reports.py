@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections import Counter
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..ops.state_format import StateFormat
 from ..optim.loss_scaler import DTYPES
 from ..plan.sharding_plan import ShardingPlan
 from ..watch.board import Phase, during
+from ..watch.launched import local_rank
 from ..zero.access import full_state_dict
 from ..zero.memory_report import memory_by_kind
 from ..zero.runtime import Runtime
@@ -195,7 +195,7 @@ class LoopQueries:
     @property
     def local_rank(self) -> int:
         """This rank's number on its host, as set by the launcher; 0 without a launcher."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return local_rank()
 
     @property
     def world_size(self) -> int:

@@ -33,6 +33,7 @@ from ..plan.make import make_plan, planned_topology
 from ..plan.optimizer_states import OptimizerStates, state_count
 from ..plan.receive_buffers import receive_buffer_bytes
 from ..plan.sharding_plan import ShardingPlan
+from ..watch.launched import ranks_here
 from ..zero.init import part_of
 from .estimate import held_whole, memory_of_copies
 from .limits import Limit, cgroup_path, host_limits, node_name
@@ -112,7 +113,7 @@ class Fitting:
         return replace(needed, node=node_name(), cgroup=cgroup_path(), device_name=name_of(self._device, name))
 
     def _demand_of(self, plan: ShardingPlan) -> Demand:
-        kinds, here = planned_bytes(plan), int(os.environ.get("LOCAL_WORLD_SIZE", plan.topology.world_size))
+        kinds, here = planned_bytes(plan), ranks_here(plan.topology.world_size)
         copies = memory_of_copies(plan, self._config, several_hosts=here < plan.topology.world_size)
         host = total_of(kinds, "host") + max(0, copies - self._copies_left // here)
         total = total_of(kinds, "device") + host

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch.distributed as dist
 
 from ..errors import PipelineError
+from ..watch.launched import launched, rank_in, world_size_in
 
 
 @runtime_checkable
@@ -90,8 +91,8 @@ def _stage_of_rank(num_stages: int) -> int:
 
 
 def _rank() -> int:
-    if not dist.is_initialized() and "RANK" in os.environ:  # set by the launcher; the group is joined later
-        return int(os.environ["RANK"])
+    if not dist.is_initialized() and "RANK" in launched(os.environ):  # set by the launcher; the group is joined later
+        return rank_in(os.environ)
     if not dist.is_initialized():
         raise PipelineError(
             "the stage of this process is unknown until the process group exists. Remedy: call "
@@ -101,4 +102,4 @@ def _rank() -> int:
 
 
 def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else world_size_in(os.environ)

@@ -17,6 +17,7 @@ from zerorun.distributed.layout import build_layout
 from zerorun.distributed.topology import Topology
 from zerorun.distributed.transport import world
 from zerorun.distributed.transport.communicator import Channels, Communicator
+from zerorun.watch.launched import ranks_here
 
 from .reporter import Reporter
 
@@ -160,7 +161,7 @@ def _check_objects(reporter: Reporter) -> None:
 
 def _check_engine(reporter: Reporter, device: torch.device) -> None:
     """zerorun's collectives over each topology; with and without peer memory where it is in force."""
-    size, local = world.size(), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size, local = world.size(), ranks_here(world.size())
     degrees = [size]
     locals_seen = world.gather_values(local)
     if len(set(locals_seen)) == 1 and 1 < local < size:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from ..pipeline.stages import in_one_piece
 from ..plan.make import compute_dtype, planned_topology, wire_dtype
 from ..plan.units import repeated_blocks
 from ..startup.inputs import take_in
+from ..watch.launched import ranks_here
 from . import sharded, unsharded
 from .explain import axis_at, described, first_of_ranks
 from .permuted import PermutedSums, backwards, interleaved
@@ -256,7 +256,7 @@ def _gathered(sent: Records) -> Gradients:
 
 def _topology(config: Config) -> Topology:
     world = dist.get_world_size()
-    return planned_topology(config, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)), dist.get_rank())
+    return planned_topology(config, world, ranks_here(world), dist.get_rank())
 
 
 def _ranks(topology: Topology) -> str:
@@ -267,8 +267,7 @@ def _ranks(topology: Topology) -> str:
 
 def _what_fits(model: nn.Module) -> int | None:
     """Return how many blocks of each list fit into memory together with the records; None if all do."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    free = min(gather_values(psutil.virtual_memory().available * _SHARE / ranks))
+    free = min(gather_values(psutil.virtual_memory().available * _SHARE / ranks_here(dist.get_world_size())))
     needed = 4 * _COPIES * sum(param.numel() for param in model.parameters())
     if needed <= free:
         return None

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import ConfigError
 from . import sidecars
+from .launched import is_on_one_host, rank_in
 
 PAGE = 4096  # bytes
 VARIABLE = "ZERORUN_BOARD"  # "12,13": the open files of the page and of the stacks
@@ -390,7 +391,7 @@ def show_board() -> None:
     files = os.environ.pop(VARIABLE, None)  # not for programs that this one starts, which do not have the files
     with contextlib.suppress(ConfigError):  # initialize() raises it
         limit_waits(None)
-    board.write(RANK=sidecars.rank_in(os.environ), SHOWN=board.shown or monotonic_ns())
+    board.write(RANK=rank_in(os.environ), SHOWN=board.shown or monotonic_ns())
     with contextlib.suppress(OSError, ValueError, AttributeError):  # a wrapper of the script may have closed them
         if files is not None:
             page, stacks = map(int, files.split(","))
@@ -401,7 +402,7 @@ def show_board() -> None:
         elif not _supervised and sidecars.started_by_another(os.environ) and os.environ.get(LIMIT_VARIABLE) != "0":
             page, stacks = make_files()
             _go_on_at(page, stacks)
-            if sidecars.is_on_one_host(os.environ):
+            if is_on_one_host(os.environ):
                 sidecars.begin_alone()
             else:
                 _alone.append(True)
@@ -440,7 +441,7 @@ def watch_other_hosts(store: sidecars.Store, address: str) -> None:
         _alone.clear()
         with contextlib.suppress(OSError, ValueError, RuntimeError):  # torch's errors of stores are of the last kind
             sidecars.begin_together(store, address)
-    elif not _supervised and sidecars.started_by_another(os.environ) and sidecars.rank_in(os.environ) == 0:
+    elif not _supervised and sidecars.started_by_another(os.environ) and rank_in(os.environ) == 0:
         sidecars.refuse(store)
 
 

@@ -17,6 +17,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from .launched import is_task_of_several, rank_in, world_size_in
+
 _BACKLOG = 1024
 
 
@@ -28,32 +30,20 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
 
 
-def rank_in(environment: Mapping[str, str]) -> int:
-    """The rank of a process, by its launcher's variables, or srun's; 0 without any."""
-    return int(environment.get("RANK", environment.get("SLURM_PROCID", 0)))
-
-
 def started_by_another(environment: Mapping[str, str]) -> bool:
     """True in a rank of several that torchrun or srun has started."""
-    return _size(environment) > 1 and _local_rank(environment) is not None
-
-
-def is_on_one_host(environment: Mapping[str, str]) -> bool:
-    """True if all ranks are here."""
-    if "LOCAL_WORLD_SIZE" in environment:
-        return environment["LOCAL_WORLD_SIZE"] == environment.get("WORLD_SIZE")
-    return environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"
+    return world_size_in(environment) > 1 and _local_rank(environment) is not None
 
 
 def begin_alone() -> None:
     """Have the ranks of this host watched, if this is the first of them. All ranks are here."""
     if _local_rank(os.environ) == 0:
-        _start({"world_size": _size(os.environ)})
+        _start({"world_size": world_size_in(os.environ)})
 
 
 def begin_together(store: Store, address: str) -> None:
     """Have the ranks of all hosts watched, if this is the first one here. ``address``: that of rank 0's host."""
-    order: dict[str, Any] = {"world_size": _size(os.environ)}
+    order: dict[str, Any] = {"world_size": world_size_in(os.environ)}
     if rank_in(os.environ) == 0:
         try:
             listener, secret = _listener(), secrets.token_hex(32)
@@ -94,15 +84,11 @@ def _start(order: Mapping[str, Any], *files: int) -> None:
     _started.append(process)
 
 
-def _size(environment: Mapping[str, str]) -> int:
-    return int(environment.get("WORLD_SIZE", environment.get("SLURM_NTASKS", 1)))
-
-
 def _local_rank(environment: Mapping[str, str]) -> int | None:
     """The number of this rank on its host; None if neither torchrun nor srun has started it."""
     if "TORCHELASTIC_RUN_ID" in environment:
         return int(environment["LOCAL_RANK"]) if "LOCAL_WORLD_SIZE" in environment else None
-    if "SLURM_PROCID" in environment and "SLURM_STEP_ID" in environment:
+    if is_task_of_several(environment):
         return int(environment.get("SLURM_LOCALID", 0))
     return None
 

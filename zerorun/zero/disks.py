@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
 from ..config.parse import Config
 from ..log import in_bytes, info_once
 from ..plan.sharding_plan import DiskPlan
+from ..watch.launched import ranks_here
 from .offload.host_link import Disk
 from .offload.nvme import StateFile, file_bytes, mapped_file, require_room
 
@@ -84,7 +85,7 @@ class _Files:
 
 
 def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return ranks_here(dist.get_world_size() if dist.is_initialized() else 1)
 
 
 def _folder(path: str | None) -> Path:

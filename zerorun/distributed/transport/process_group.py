@@ -29,6 +29,8 @@ from torch.distributed.rendezvous import rendezvous
 from ...errors import TopologyError
 from ...log import warn_once
 from ...watch.board import Phase, board, is_read, show_board, watch_other_hosts
+from ...watch.launched import is_on_one_host as ranks_on_one_host
+from ...watch.launched import launched
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
 from ..script_calls import show_script_calls
 from ..topology import forget_everyone
@@ -71,9 +73,9 @@ def init_distributed(
     by default NCCL, unless ranks share a GPU, which it does not serve. On a CPU it is gloo, whatever is named. The keywords
     after ``timeout`` have no effect.
 
-    Understands ``zerorun`` and ``torchrun`` (RANK, WORLD_SIZE, ...), ``srun`` (SLURM_*) and plain ``python``. If
-    torch.distributed is initialised, only lets this rank's GPU be the one that "cuda" means. Raises TopologyError for a
-    half-set environment, and on all ranks alike for NCCL where ranks share a GPU.
+    Understands ``zerorun`` and ``torchrun`` (RANK, WORLD_SIZE, ...), ``srun``, ``mpirun`` with MASTER_ADDR and MASTER_PORT,
+    and plain ``python``. If torch.distributed is initialised, only lets this rank's GPU be the one that "cuda" means.
+    Raises TopologyError for a half-set environment, and on all ranks alike for NCCL where ranks share a GPU.
     """
     global _owns_process_group
     show_board()
@@ -89,7 +91,7 @@ def init_distributed(
     timeout_s = timeout.total_seconds() if timeout is not None else timeout_s
     rank, world_size, address = _rendezvous()
     limit = timedelta(seconds=timeout_s or 1800)
-    if _is_one_host(world_size, address) and sys.platform == "linux":
+    if _is_one_host(address) and sys.platform == "linux":
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     with waiting(f"the rendezvous of {world_size} ranks at {address or 'this process'}"):
@@ -112,7 +114,7 @@ def _meet(rank: int, world_size: int, address: str | None, timeout: timedelta) -
     store: dist.Store
     if address is None:
         store = dist.HashStore()
-    elif _is_one_host(world_size, address) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    elif _is_one_host(address) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = _loopback_store(rank, world_size, int(address.rpartition(":")[2]), timeout)
     else:
         if rank:
@@ -122,14 +124,11 @@ def _meet(rank: int, world_size: int, address: str | None, timeout: timedelta) -
     return dist.PrefixStore("zerorun", store)
 
 
-def _is_one_host(world_size: int, address: str | None) -> bool:
+def _is_one_host(address: str | None) -> bool:
     """True if all ranks are certainly on this host, so that nothing has to listen for others."""
     if address is None or address.startswith(("127.", "localhost:", "::1:", "[::1]:")):
         return True
-    env = os.environ
-    if "WORLD_SIZE" in env:
-        return env.get("LOCAL_WORLD_SIZE") == str(world_size)
-    return env.get("SLURM_STEP_NUM_NODES", env.get("SLURM_NNODES")) == "1"
+    return ranks_on_one_host(os.environ)
 
 
 def _loopback_store(rank: int, world_size: int, port: int, timeout: timedelta) -> dist.Store:
@@ -198,22 +197,23 @@ def _some_share_a_gpu(device: torch.device, store: dist.Store, world_size: int) 
 
 def _rendezvous() -> tuple[int, int, str | None]:
     """(rank, world size, "host:port" or None for a process on its own), from the environment."""
-    env = os.environ
-    if "WORLD_SIZE" in env or "RANK" in env:
-        missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
-        if missing:
-            raise TopologyError(
-                f"the environment describes a distributed job but lacks {', '.join(missing)}. "
-                "Remedy: start with `zerorun`, `torchrun` or `srun`, or unset RANK and WORLD_SIZE for one process."
-            )
-        return int(env["RANK"]), int(env["WORLD_SIZE"]), f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-    if int(env.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in env:
-        host = env.get("MASTER_ADDR") or env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
-        port = env.get("MASTER_PORT") or str(20000 + int(env.get("SLURM_JOB_ID", "0")) % 20000)
-        os.environ.setdefault("RANK", env["SLURM_PROCID"])
-        os.environ.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
-        return int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]), f"{host}:{port}"
-    return 0, 1, None
+    told = launched(os.environ)
+    if "WORLD_SIZE" not in told and "RANK" not in told:
+        return 0, 1, None
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in told]
+    if missing and "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        raise TopologyError(
+            f"mpirun has started {told['WORLD_SIZE']} ranks, but the environment lacks {' and '.join(missing)}, where they "
+            "meet. Remedy: start with `zerorun`, or give the ranks the host of rank 0 and a free port: "
+            "`mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ...`, in MPICH `-genv MASTER_ADDR HOST`."
+        )
+    if missing:
+        raise TopologyError(
+            f"the environment describes a distributed job but lacks {', '.join(missing)}. "
+            "Remedy: start with `zerorun`, `torchrun` or `srun`, or unset RANK and WORLD_SIZE for one process."
+        )
+    os.environ.update(told)  # for the script, and all that asks for torchrun's variables
+    return int(told["RANK"]), int(told["WORLD_SIZE"]), f"{told['MASTER_ADDR']}:{told['MASTER_PORT']}"
 
 
 def shutdown() -> None:
