@@ -984,6 +984,22 @@ MUTANTS = (
         ("tests/ranks/test_topology_groups.py::test_every_replica_of_a_pipeline_has_the_weights_of_all_stages",),
     ),
     Mutant(
+        "stream-of-a-region-stays",
+        "stale",
+        "zerorun/tensor_parallel/convert.py",
+        "    rank, undo = region.axis.rank, [forward_outside(model, region)]",
+        "    rank, undo = region.axis.rank, []",
+        ("tests/ranks/test_tensor_parallel.py", "-k", "logits_stay_divided and (raises or plan)"),
+    ),
+    Mutant(
+        "loss-stays-in-the-region",
+        "stale",
+        "zerorun/tensor_parallel/loss.py",
+        "    end_region(axis)  # the layer that gave the logits has entered, and nothing else leaves",
+        "",
+        ("tests/ranks/test_tensor_parallel.py", "-k", "logits_stay_divided and pieces"),
+    ),
+    Mutant(
         "one-stream-for-all",
         "rank",
         "zerorun/tensor_parallel/random.py",

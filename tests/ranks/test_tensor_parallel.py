@@ -214,6 +214,93 @@ def test_dropout_equals_one_process_with_the_same_streams(size: int, recompute: 
         torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-6, atol=1e-6)
 
 
+class Headed(nn.Module):
+    """Dropout of whole activations, and logits that stay divided. ``fails``: the forward, by its number, that raises."""
+
+    def __init__(self, region: Region | None, fails: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.table, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block(region) for _ in range(2))
+        made = region is None
+        self.head = nn.Linear(WIDTH, VOCABULARY) if made else ColumnParallelLinear(WIDTH, VOCABULARY, region=region)
+        self.fails, self.calls = fails, 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.trunk(tokens))  # type: ignore[no-any-return]
+
+    def trunk(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = functional.dropout(self.table(tokens), 0.4, self.training)
+        for block in self.blocks:
+            x = functional.dropout(block(x), 0.2, self.training)
+        self.calls += self.training
+        if self.calls == self.fails:
+            self.blocks[0].up(x)
+            raise ValueError("a sample that cannot be used")
+        return x
+
+
+def in_pieces(model: Headed, tokens: torch.Tensor) -> torch.Tensor:
+    return model.head(model.trunk(tokens))  # type: ignore[no-any-return]
+
+
+HEADED = {"plan": 0, "made": 0, "pieces": 0, "raises": 2}
+
+
+def train_headed(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    topology = zerorun.Topology.create(2, dist.get_rank(), tensor=2, device_type="cpu")
+    region = make_region(topology, torch.device("cpu"))
+    model, changes = Headed(region if kind == "made" else None, HEADED[kind]), {}
+    if kind != "made":
+        plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise", "head": "colwise"}
+        changes = {"tensor_parallel": {"size": 2, "plan": plan}}
+    torch.manual_seed(7)
+    engine = zerorun.initialize(model, make_config(1, clip=0.5, **changes), topology=topology)
+    losses = []
+    for step in range(STEPS):
+        tokens = tokens_of(step, 0, 0)
+        try:
+            found = in_pieces(model, tokens[:, :-1]) if kind == "pieces" else engine(tokens[:, :-1])
+        except ValueError:
+            continue
+        loss = vocab_parallel_cross_entropy(found, tokens[:, 1:], region.axis, VOCABULARY)
+        losses.append(loss.item())
+        engine.backward(loss)
+        engine.step()
+    weights = engine.state_dict()
+    engine.destroy()
+    topology.close()
+    return losses, weights
+
+
+def draw(*ignored: Any) -> None:
+    """What the common stream loses where a region is entered."""
+    torch.randint(2**63 - 1, (), dtype=torch.int64)
+
+
+@pytest.mark.parametrize("kind", HEADED)
+def test_dropout_equals_one_process_where_logits_stay_divided_or_a_forward_raises(kind: str) -> None:
+    model = Headed(None, HEADED[kind])
+    for layer in (*(block.up for block in model.blocks), model.head):
+        layer.register_forward_pre_hook(draw)
+    torch.manual_seed(7)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-4, weight_decay=0.1)
+    losses = []
+    for step in range(STEPS):
+        tokens = tokens_of(step, 0, 0)
+        try:
+            loss = loss_of(model(tokens[:, :-1]), tokens)
+        except ValueError:
+            continue
+        losses.append(loss.item())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    for found, weights in run_ranks(2, train_headed, kind):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-6, atol=0)
+        torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-6, atol=1e-6)
+
+
 # -- bytes -------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,8 @@ from ..pipeline.module import PipelineModule
 from ..pipeline.pipelined import Pipelined
 from ..tensor_parallel.axis import TransportAxis, make_axis
 from ..tensor_parallel.causal_loss import has_head
-from ..tensor_parallel.collectives import Region, make_region
+from ..tensor_parallel.collectives import Region, forward_outside, make_region
+from ..tensor_parallel.layers import Parallel
 from ..tensor_parallel.parallelized import Parallelized, carry_out, plan_of
 from ..tensor_parallel.planning import make_plan, matches, matches_names
 from ..tensor_parallel.sequence import blocks_of, has_blocks
@@ -91,6 +92,7 @@ def divide_layers(
         info_once(made.describe())
     else:
         _take_rank_zeros(model, axis)
+        undo = _forward_outside(model)
     agree_on_random_numbers(axis)
     return ParallelizedModel(
         {"tensor": axis.transport}, shards_of(model), replication_in_layers(model, topology), undo, {"tensor": axis}
@@ -130,6 +132,18 @@ def replication_in_layers(model: nn.Module, topology: Topology) -> Callable[[nn.
         return Replication(("tensor",) if id(param) in partial else (), first)
 
     return replication_of
+
+
+def _forward_outside(model: nn.Module) -> Callable[[], None]:
+    """Do what ``convert`` does for a model that it divides: each forward begins and ends outside all regions."""
+    regions = {layer.region for layer in model.modules() if isinstance(layer, Parallel)}
+    undone = [forward_outside(model, region) for region in regions]
+
+    def undo() -> None:
+        while undone:
+            undone.pop()()
+
+    return undo
 
 
 def _take_rank_zeros(model: nn.Module, axis: TransportAxis) -> None:

@@ -19,10 +19,11 @@ these layers have added to it, and is then summed over ranks once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -33,6 +34,7 @@ from .axis import Axis, make_axis
 from .random import Streams
 
 SEQUENCE = -2  # the dimension of the sequence: activations are [..., sequence, width]
+_regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()  # by id(axis)
 
 
 class _Enter(torch.autograd.Function):
@@ -147,6 +149,27 @@ def make_region(topology: Topology, device: torch.device) -> Region:
     return region
 
 
+def forward_outside(model: nn.Module, region: Region) -> Callable[[], None]:
+    """Let each forward of ``model`` begin and end outside ``region``, also if it raises. Return what undoes this."""
+    handles = (
+        model.register_forward_pre_hook(region.end, prepend=True),
+        model.register_forward_hook(region.end, always_call=True),
+    )
+
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo
+
+
+def end_region(axis: Axis) -> None:
+    """Be outside the region of ``axis``, if there is one."""
+    region = _regions.get(id(axis))
+    if region is not None:
+        region.end()
+
+
 class Region:
     """Knows whether a tensor rank is inside a region or outside. The layers of a model that share an axis share it."""
 
@@ -158,6 +181,7 @@ class Region:
         self._outside: weakref.ref[torch.Tensor] | None = None
         self._inside: torch.Tensor | None = None
         self._version = -1
+        _regions[id(axis)] = self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         return self
@@ -184,6 +208,12 @@ class Region:
     def forget(self) -> None:
         """Forget the tensor that has entered, without a sum over ranks."""
         self._outside = self._inside = None
+
+    def end(self, *ignored: Any) -> None:
+        """Be outside, whatever was entered and not left. For the beginning and the end of a model's forward."""
+        self.sequence_length = None
+        self.forget()
+        self.streams.leave()
 
     def _check(self, x: torch.Tensor, length: int) -> None:
         if x.dim() < 2 or x.shape[SEQUENCE] != length:

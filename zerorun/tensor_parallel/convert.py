@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from .axis import Axis
-from .collectives import Region, enter_alone, leave_alone
+from .collectives import Region, enter_alone, forward_outside, leave_alone
 from .layers import divide, join, make_column_parallel, make_row_parallel, make_vocab_parallel, restore, use_columns
 from .styles import COLUMN, HOOKED, Assignment, ParallelPlan
 
@@ -24,7 +24,7 @@ def convert(model: nn.Module, plan: ParallelPlan, region: Region) -> list[Callab
 
     Return the functions that undo this, to be called from the last to the first.
     """
-    rank, undo = region.axis.rank, []
+    rank, undo = region.axis.rank, [forward_outside(model, region)]
     for entry in plan.entries:
         undo.append(
             _convert_parameter(model, entry, plan, region) if entry.parameter else _convert(model, entry, plan, region)

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from ..distributed.tensor_shard import even_range
 from ..errors import ModelError
 from .axis import Axis
+from .collectives import end_region
 
 
 def vocab_parallel_cross_entropy(
@@ -28,6 +29,7 @@ def vocab_parallel_cross_entropy(
     that, and the target's logit if it has it. ``reduction``: "mean" over targets that are not ``ignore_index``, "sum" or
     "none". Raises ModelError for logits of another size than this rank's part.
     """
+    end_region(axis)  # the layer that gave the logits has entered, and nothing else leaves
     low, high = even_range(vocabulary, axis.rank, axis.size)
     if logits.shape[-1] != high - low:
         raise ModelError(

@@ -9,7 +9,9 @@ the default generator on entry. So whatever restores that state for a recomputat
 checkpoints need to save nothing else.
 
 A recomputation may stop half-way and never leave the region. Its caller then restores the generator, which no longer has
-the region's seed: that is how ``enter`` knows that it is not inside.
+the region's seed: that is how ``enter`` knows that it is not inside. A forward that raises, or that ends with divided
+logits, does not leave it either. So each forward of a divided model begins and ends outside, and so does the loss of such
+logits.
 """
 
 from __future__ import annotations

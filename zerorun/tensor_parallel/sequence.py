@@ -42,7 +42,6 @@ class SequenceParallel:
             self.handles.append(layer.register_forward_pre_hook(self._inside))
         self._gather_at_owners(model, inner, name)
         self.handles += [
-            model.register_forward_pre_hook(self._outside),
             blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True),
             blocks[-1].register_forward_hook(self._end),
         ]
@@ -82,10 +81,6 @@ class SequenceParallel:
                     model.get_submodule(f"{name}.{entry.name}").enters = False  # type: ignore[assignment]
 
     # -- hooks -------------------------------------------------------------------------------------------------------
-
-    def _outside(self, module: nn.Module, args: Any) -> None:
-        self.region.sequence_length = None
-        self.region.forget()
 
     def _begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _hidden(block, args, kwargs)
