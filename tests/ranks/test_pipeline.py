@@ -331,7 +331,7 @@ class Detached(nn.Module):
         return x @ self.table.linear.weight.detach()
 
 
-def layers_that_share(kind: str) -> list[nn.Module]:
+def layers_that_share(kind: str) -> list[Any]:
     torch.manual_seed(6)
     table, between = Table(), [nn.Linear(4, 4) for _ in range(3)]
     if kind == "detached first":
@@ -342,6 +342,8 @@ def layers_that_share(kind: str) -> list[nn.Module]:
         return [table, table, between[0], table]
     if kind == "weight norm":
         return [nn.utils.parametrizations.weight_norm(layer) for layer in between] + [table]
+    if kind == "given to a spec":
+        return [table, between[0], between[1], LayerSpec(nn.Sequential, table)]
     other = Table()  # "two ties", whose users come in another order on the other stage
     return [table, other, between[0], other, table]
 
@@ -351,6 +353,7 @@ SHARING: dict[str, tuple[list[int], str, int]] = {  # bounds, schedule, chunks
     "detached last": ([0, 2, 4], "zero_bubble", 1),
     "twice on a stage": ([0, 1, 2, 3, 4], "interleaved", 2),
     "weight norm": ([0, 2, 4], "zero_bubble", 1),
+    "given to a spec": ([0, 2, 4], "1f1b", 1),
     "two ties": ([0, 2, 5], "1f1b", 1),
 }
 
@@ -381,7 +384,8 @@ def train_sharing(kind: str, stage: int) -> tuple[list[float], dict[str, torch.T
 @pytest.mark.parametrize("stage", (0, 3))
 @pytest.mark.parametrize("kind", SHARING)
 def test_parameters_in_several_places_equal_one_process(kind: str, stage: int) -> None:
-    model, losses = nn.Sequential(*layers_that_share(kind)), []
+    layers = (layer.build() if isinstance(layer, LayerSpec) else layer for layer in layers_that_share(kind))
+    model, losses = nn.Sequential(*layers), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
         loss = torch.stack([mean_square(model(x), y) for x, y in (pair(step, micro) for micro in range(4))]).mean()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import os
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -425,27 +427,151 @@ def test_names_in_a_sequential_are_numbers() -> None:
 def hidden_in(kind: str) -> tuple[list[Any], Any]:
     """(layers, loss_fn) in which the parameters of the first layer are used by something that does not say so."""
     first = nn.Linear(4, 4)
+    view = first.weight.t()
     second: Any = {
         "closure": lambda x: first(x),
         "method": first.forward,
         "partial": functools.partial(torch.nn.functional.linear, weight=first),
         "default": lambda x, layer=first: layer(x),
+        "callable": Reaches(first),
+        "its method": Reaches(first).__call__,
+        "by another method": functools.partial(Reaches.by_another_method, Reaches(first)),
+        "slot": Slotted(first).use,
+        "cached": functools.lru_cache(lambda x: first(x)),
+        "weight": lambda x, weight=first.weight: x @ weight,
+        "view": lambda x, weight=view: x @ weight,
+        "list": lambda x, table=[{"first": (first,)}]: x @ table[0]["first"][0].weight,
+        "global": by_a_global,
+        "global of a global": lambda x: [by_a_global(part) for part in x],
+        "Python module": lambda x: sys.modules[__name__] and THIS.ANY_LAYER.forward(x),
+        "frozen layer": Reaches(first.requires_grad_(kind != "frozen layer")),
+        "in a module": HidesIn(nn.Linear(4, 4), [first]),
+        "in a spec": LayerSpec(HidesIn, nn.Linear(4, 4), [first]),
+        "global in a module": UsesAGlobal(),
     }.get(kind, nn.Linear(4, 4))
-    loss: Any = {"loss": lambda out, labels: first(out).sum(), "loss module": nn.Sequential(first)}.get(kind)
-    return [first, second], loss
+    loss: Any = {
+        "loss": lambda out, labels: first(out).sum(),
+        "loss module": nn.Sequential(first),
+        "in a loss": HidesIn(nn.Identity(), [first]),
+        "global in a loss": lambda out, labels: by_a_global(out).sum(),
+    }.get(kind)
+    return [ANY_LAYER if kind == "global in a module" else first, second], loss
 
 
-@pytest.mark.parametrize("kind", ("closure", "method", "partial", "default", "loss", "loss module"))
+ANY_LAYER, THIS = nn.Linear(4, 4), sys.modules[__name__]
+
+
+def by_a_global(x: Tensor) -> Tensor:
+    return F.linear(x, ANY_LAYER.weight)
+
+
+class Reaches:
+    """Is no module, and uses one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer, self.unused = layer, ANY_LAYER
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.layer(x)  # type: ignore[no-any-return]
+
+    def by_another_method(self, x: Tensor) -> Tensor:
+        return self(x)
+
+
+class Slotted:
+    __slots__ = ("layer",)
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.layer = layer
+
+    @classmethod
+    def done(cls, layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x)  # type: ignore[no-any-return]
+
+    @property
+    def used(self) -> nn.Module:
+        return self.layer
+
+    def use(self, x: Tensor) -> Tensor:
+        return self.done(self.used, x)
+
+
+class HidesIn(nn.Module):
+    """Uses the first layer of a list, which torch does not see."""
+
+    def __init__(self, own: nn.Module, others: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.own, self.others = own, others
+
+    def forward(self, x: Tensor, *ignored: Any) -> Tensor:
+        return self.other()(self.own(x))  # type: ignore[no-any-return]
+
+    def other(self) -> nn.Module:
+        return self.others[0]
+
+
+class UsesAGlobal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return by_a_global(x)
+
+
+HIDDEN = (
+    *("closure", "method", "partial", "default", "loss", "loss module", "callable", "its method", "by another method"),
+    *(
+        "slot",
+        "cached",
+        "weight",
+        "view",
+        "list",
+        "global",
+        "global of a global",
+        "Python module",
+        "frozen layer",
+        "in a module",
+    ),
+    *("in a spec", "global in a module", "in a loss", "global in a loss"),
+)
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
 def test_parameters_that_nothing_tells_of_are_refused(kind: str) -> None:
     layers, loss = hidden_in(kind)
-    with pytest.raises(PipelineError, match=r"(uses a Linear with parameters|share a parameter).*Remedy"):
+    with pytest.raises(PipelineError, match=r"(uses a (Linear|Param|Tensor|param)|share a parameter).*Remedy"):
         PipelineModule(layers, num_stages=2, stage=0, loss_fn=loss, partition_method="uniform")
     PipelineModule(layers, num_stages=1, loss_fn=loss)  # where all of them are in one place
 
 
-def test_functions_may_hold_what_has_no_parameters() -> None:
-    activation = nn.GELU()
-    PipelineModule([nn.Linear(2, 2), lambda x: activation(x)], num_stages=2, stage=1, partition_method="uniform")
+def mean_of(out: Any, labels: Any) -> Tensor:
+    """Names an attribute as a global with parameters is named."""
+    return F.mse_loss(torch.nn.functional.relu(out.ANY_LAYER), labels) + len(os.environ)
+
+
+class Trainer:
+    """Has layers, and a method that does not use them."""
+
+    def __init__(self) -> None:
+        self.layers, self.teacher, self.scale = [nn.Linear(2, 2) for _ in range(2)], nn.Linear(2, 2), 0.5
+        self.teacher.requires_grad_(False)
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return self.scale * self.teacher(x)  # type: ignore[no-any-return]
+
+
+def test_functions_may_hold_what_has_no_parameters_that_are_trained() -> None:
+    activation, trainer = nn.GELU(), Trainer()
+    function = functools.partial(trainer.scaled)
+    layers = [trainer.layers[0], lambda x: activation(x), trainer.scaled, function, HidesIn(nn.ReLU(), trainer.layers)]
+    PipelineModule([*layers, ANY_LAYER], num_stages=2, stage=1, partition_method=[5, 1], loss_fn=mean_of)
+
+
+def test_a_module_given_to_a_spec_is_tied_to_the_layer_that_it_is() -> None:
+    first = nn.Linear(4, 4, bias=False)
+    layers = [first, LayerSpec(nn.Linear, 4, 4), LayerSpec(nn.Sequential, first), LayerSpec(nn.Sequential, first)]
+    module = PipelineModule(layers, num_stages=2, stage=1, partition_method=[2, 2])
+    assert [(tie.name, tie.parts, tie.local_names) for tie in module.ties()] == [
+        ("0.weight", (0, 1), ("0.weight", "2.0.weight"))
+    ]
+    assert module.parameter_names() == ["0.weight", "1.weight", "1.bias"]
 
 
 # -- after a failure ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import nn
 from ..distributed.device import gpu_generator, gpus_in_use
 from ..errors import PipelineError
 from ..log import logger
+from .hidden_parameters import hidden_in, tensors_reached
 from .layer_spec import LayerSpec, TiedLayerSpec
 from .partition import LayerFacts
 
@@ -30,10 +30,14 @@ SEED_STEP = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Description:
-    """One layer. ``params``: (name in the layer, identity of the parameter), one pair for each name of a parameter."""
+    """One layer. ``params``: (name in the layer, identity of the parameter), one pair for each name of a parameter.
+
+    ``hidden``: identities of those that it uses and does not have.
+    """
 
     facts: LayerFacts
     params: tuple[tuple[str, Hashable], ...]
+    hidden: frozenset[int] = frozenset()
 
 
 def describe(layers: Sequence[Any]) -> list[Description]:
@@ -49,7 +53,9 @@ def describe(layers: Sequence[Any]) -> list[Description]:
 def _describe(index: int, layer: Any, shapes: dict[Hashable, torch.Size]) -> Description:
     if isinstance(layer, LayerSpec):
         module = _build_to_count(index, layer)
-        names = _tied_names(index, layer, module, shapes) if isinstance(layer, TiedLayerSpec) else {}
+        names: dict[int, Hashable] = {id(param): id(param) for _, param in tensors_reached(*_given_to(layer))}
+        if isinstance(layer, TiedLayerSpec):
+            names |= _tied_names(index, layer, module, shapes)
         return _description(module, lambda param, name: names.get(id(param), (index, name)))
     if isinstance(layer, nn.Module):
         return _description(layer, lambda param, name: id(param))
@@ -60,29 +66,9 @@ def _describe(index: int, layer: Any, shapes: dict[Hashable, torch.Size]) -> Des
     )
 
 
-def refuse_hidden_parameters(function: Any, what: str) -> None:
-    """Raise PipelineError if a plain function holds a reference to a module with parameters.
-
-    On a stage other than the module's, these parameters would be a copy that nobody trains.
-    """
-    held: list[Any] = [function]
-    seen: set[int] = set()
-    while held:
-        item = held.pop()
-        if id(item) in seen or (isinstance(item, nn.Module) and not any(True for _ in item.parameters())):
-            continue
-        seen.add(id(item))
-        if isinstance(item, nn.Module):
-            raise PipelineError(
-                f"{what} is a function that uses a {type(item).__name__} with parameters, which may lie on another stage. "
-                "Remedy: make the module a layer, or use TiedLayerSpec with a forward_fn to share it between layers."
-            )
-        held += [getattr(item, "__self__", None), *(getattr(item, "__defaults__", None) or ())]
-        for cell in getattr(item, "__closure__", None) or ():
-            with contextlib.suppress(ValueError):  # the cell is still empty
-                held.append(cell.cell_contents)
-        if isinstance(item, partial):
-            held += [item.func, *item.args, *item.keywords.values()]
+def _given_to(spec: LayerSpec) -> list[Any]:
+    """What may hold parameters that other layers have, too, before the layer is built."""
+    return [spec.typename.__init__, spec.module_args, spec.module_kwargs]
 
 
 def _description(module: nn.Module, identify: Callable[[nn.Parameter, str], Hashable]) -> Description:
@@ -91,7 +77,7 @@ def _description(module: nn.Module, identify: Callable[[nn.Parameter, str], Hash
     for name, param in module.named_parameters(remove_duplicate=False):
         params.append((name, identify(param, first.setdefault(id(param), name))))
     numel = sum(param.numel() for param in module.parameters() if param.requires_grad)
-    return Description(LayerFacts(type(module).__name__, numel), tuple(params))
+    return Description(LayerFacts(type(module).__name__, numel), tuple(params), hidden_in(module))
 
 
 def _build_to_count(index: int, spec: LayerSpec) -> nn.Module:

@@ -10,7 +10,8 @@ from torch import nn
 from ..activations import checkpointing
 from ..errors import PipelineError
 from ..zero.init import refuse_partitioned
-from .layer_builder import Builder, describe, draw_seeds, refuse_hidden_parameters
+from .hidden_parameters import hidden_in, refuse_hidden_parameters
+from .layer_builder import Builder, Description, describe, draw_seeds
 from .layer_spec import LayerSpec, TiedLayerSpec
 from .partition import Method, bounds_of
 from .pipelined import Pipelined, StageCut, find_ties
@@ -81,7 +82,7 @@ class PipelineModule(Pipelined):
                 places.setdefault(identity, []).append((self._cut.part_of(index), f"{index}.{name}"))
         self._ties, self._names = find_ties(places)
         if found * chunks > 1:
-            _refuse_hidden(given, loss_fn)
+            _refuse_hidden(given, described, self._cut, loss_fn)
         seeded = any(isinstance(layer, LayerSpec) for layer in given) and not seed_layers
         self._keep(
             given,
@@ -167,23 +168,30 @@ class PipelineModule(Pipelined):
         return output if self.loss_fn is None else self.loss_fn(output, _pair(batch)[1])
 
 
-def _refuse_hidden(layers: Sequence[Any], loss_fn: Any) -> None:
-    """Raise PipelineError if a function hides parameters or loss_fn shares some: another stage could use stale copies."""
+def _refuse_hidden(layers: Sequence[Any], described: Sequence[Description], cut: StageCut, loss_fn: Any) -> None:
+    """Raise PipelineError if a layer or the loss uses parameters that its stage may not have, and so would not train."""
+    owners = {identity: index for index, layer in enumerate(described) for _, identity in layer.params}
+    of_layers = frozenset(identity for identity in owners if isinstance(identity, int))
+    stages = {(identity, cut.stage_of(index)) for index, layer in enumerate(described) for _, identity in layer.params}
     for index, layer in enumerate(layers):
-        if isinstance(layer, TiedLayerSpec):
-            refuse_hidden_parameters(layer.forward_fn, f"forward_fn of layer {index}")
-        elif not isinstance(layer, (nn.Module, LayerSpec)):
-            refuse_hidden_parameters(layer, f"layer {index}")
-    if not isinstance(loss_fn, nn.Module):
-        refuse_hidden_parameters(loss_fn, "loss_fn")
-        return
-    own = {id(param) for param in loss_fn.parameters()}
-    for index, layer in enumerate(layers):
-        if isinstance(layer, nn.Module) and any(id(param) in own for param in layer.parameters()):
+        elsewhere = [used for used in described[index].hidden & of_layers if (used, cut.stage_of(index)) not in stages]
+        if elsewhere:
             raise PipelineError(
-                f"loss_fn and layer {index} share a parameter, and may lie on different stages. Remedy: move the "
-                "computation that uses it into the last layer, so that loss_fn needs no parameter."
+                f"layer {index} uses a parameter of layer {owners[elsewhere[0]]}, which is on another stage, and does not "
+                "have it. Remedy: let it have the module that has the parameter as an attribute, or use TiedLayerSpec."
             )
+        if isinstance(layer, TiedLayerSpec):
+            refuse_hidden_parameters(layer.forward_fn, f"forward_fn of layer {index}", of_layers)
+        elif not isinstance(layer, (nn.Module, LayerSpec)):
+            refuse_hidden_parameters(layer, f"layer {index}", of_layers)
+    if not isinstance(loss_fn, nn.Module):
+        refuse_hidden_parameters(loss_fn, "loss_fn", of_layers)
+        return
+    for used in of_layers.intersection(hidden_in(loss_fn).union(map(id, loss_fn.parameters()))):
+        raise PipelineError(
+            f"loss_fn and layer {owners[used]} share a parameter, and may lie on different stages. Remedy: move the "
+            "computation that uses it into the last layer, so that loss_fn needs no parameter."
+        )
 
 
 def _pair(batch: Any) -> Any:
