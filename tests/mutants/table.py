@@ -2402,6 +2402,22 @@ MUTANTS = (
         ("tests/ranks/test_context.py", "-k", "other_calls"),
     ),
     Mutant(
+        "gradients-of-what-was-joined-early-once",
+        "divisor",
+        "zerorun/context/rows.py",
+        "        ctx.rows.view(parts).copy_(ctx.rows.view(grad) * ctx.rows.axis.size)",
+        "        ctx.rows.view(parts).copy_(ctx.rows.view(grad))",
+        ("tests/unit/test_context_models.py", "-k", "those_of_their_forward"),
+    ),
+    Mutant(
+        "recomputed-as-the-latest-sequence",
+        "stale",
+        "zerorun/context/divided_model.py",
+        "            return self._rows_of.get(measure)",
+        "            return self.rows",
+        ("tests/unit/test_context_models.py", "-k", "those_of_their_forward"),
+    ),
+    Mutant(
         "everyone-takes-the-first-head",
         "rank",
         "zerorun/context/exchange.py",

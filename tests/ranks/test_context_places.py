@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -49,15 +50,15 @@ def recomputed_by_the_model(training: Training, reentrant: bool) -> dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("method", "reentrant", "stage"),
+    ("model", "method", "reentrant", "stage"),
     by_day(
-        [(method, reentrant, stage) for method in ("ulysses", "gather") for reentrant in (False, True) for stage in (1, 3)],
-        ("ulysses", False, 3),
-        ("gather", True, 1),
+        product(("llama", "gpt2"), ("ulysses", "gather"), (False, True), (1, 3)),
+        ("llama", "ulysses", False, 3),
+        ("gpt2", "gather", True, 1),
     ),
 )
-def test_recomputed_by_hugging_face(method: str, reentrant: bool, stage: int) -> None:
-    training = Training(stage=stage, batch="padded", method=method)
+def test_recomputed_by_hugging_face(model: str, method: str, reentrant: bool, stage: int) -> None:
+    training = Training(model, stage=stage, batch="padded", method=method)
     compare(run_ranks(2, recomputed_by_the_model, training, reentrant), reference(training))
 
 

@@ -104,6 +104,66 @@ def test_a_last_rank_without_labels_adds_nothing() -> None:
         assert_same(found, whole("llama", batch))
 
 
+def of_many_forwards(model: Any, reentrant: bool) -> dict[str, torch.Tensor]:
+    """Gradients of forwards that differ in all that the blocks' hooks may remember; others come before the backward."""
+    from transformers import DynamicCache
+
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    lengths = {length: batch_of("plain", 0, 0, 0)["input_ids"][:, :length] for length in (1, 5, 8, 12)}
+    total = model(lengths[8], labels=lengths[8]).loss
+    for length, cache in ((12, None), (5, DynamicCache(config=model.config)), (1, None)):
+        total = total + 0.01 * model(lengths[length], past_key_values=cache).logits.square().sum()
+    model.eval()
+    model.generate(lengths[5], max_new_tokens=2, do_sample=False, pad_token_id=0)
+    with torch.no_grad():
+        model(lengths[1])
+    model.train()
+    total.backward()
+    return {"loss": total.detach(), **gradients(model)}
+
+
+@pytest.mark.parametrize(
+    ("name", "reentrant"),
+    by_day(itertools.product(("llama", "gpt2", "mixtral"), (False, True)), ("gpt2", True), ("llama", False)),
+)
+def test_blocks_that_the_model_recomputes_are_those_of_their_forward(name: str, reentrant: bool) -> None:
+    """With labels and without, other lengths, one that is not divided, one with a cache, generation and an evaluation."""
+    wanted, way = of_many_forwards(build(name).train(), reentrant), way_of(build(name), AUTO)
+    models = [build(name).train() for _ in range(2)]
+
+    def work(axis: ThreadAxis) -> dict[str, torch.Tensor]:
+        divided = Divided(models[axis.rank], way, axis, AUTO)
+        found = of_many_forwards(models[axis.rank], reentrant)
+        divided.remove()
+        loss = found.pop("loss")
+        return {"loss": loss, **{name: axis.all_reduce(grad, "test") / 2 for name, grad in found.items()}}
+
+    for found in on_threads(2, work):
+        assert_same(found, wanted)
+
+
+def test_a_recomputed_block_that_cannot_know_its_forward_is_an_error() -> None:
+    """GPTBigCode tells its blocks nothing, unless there is a mask."""
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+
+    config = GPTBigCodeConfig(vocab_size=61, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+    models = [GPTBigCodeForCausalLM(config).train() for _ in range(2)]
+    way = way_of(models[0], AUTO)
+
+    def work(axis: ThreadAxis) -> None:
+        model = models[axis.rank]
+        divided = Divided(model, way, axis, AUTO)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        lengths = [batch_of("plain", 0, 0, 0)["input_ids"][:, :length] for length in (12, 8)]
+        model(lengths[0], labels=lengths[0]).loss.backward()
+        losses = [model(ids, labels=ids).loss for ids in lengths]
+        with pytest.raises(ModelError, match=r"neither positions nor a mask .* Remedy: give the model an attention_mask"):
+            sum(losses).backward()
+        divided.remove()
+
+    on_threads(2, work)
+
+
 @pytest.mark.nightly  # by day the tests above
 def test_a_model_with_adapters_is_divided_inside() -> None:
     """PEFT calls the forward of the model that it wraps, not the model."""

@@ -9,7 +9,9 @@ loss follows: then the head has only this rank's rows, and the loss is summed ov
 A sequence that is shorter than there are ranks is not divided: each rank computes all of it.
 
 A block is told by a keyword how long the sequence is, not by the state of its model: what is recomputed in the backward
-gets the same keyword again, whatever the model has been given in the meantime.
+gets the same keyword again, whatever the model has been given in the meantime. Where the model itself recomputes blocks,
+hooks run again with them, and know the forward by what the block is given for whole sequences: these tensors are the same.
+So whatever depends on more than this is done outside of blocks, when their model returns.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ModelError
 from ..tensor_parallel.axis import Axis
@@ -94,6 +97,7 @@ class Division:
         self.ignored = -100  # among targets
         self.in_tiles = False
         self._decoding = self._entered = False  # the blocks' model runs; a block of it has begun
+        self._rows_of = WeakIdKeyDictionary()  # measure of a sequence (see _measure_in) -> its rows; None if not divided
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
         return self  # copies of a model talk to the same ranks
@@ -139,18 +143,22 @@ class Division:
 
     def enter_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool) -> Any:
         """What ``block`` gets instead: rows of the hidden states, if they are whole, and the length."""
-        hidden, length = _hidden(block, args, kwargs), _length_in(kwargs)
+        hidden, (measure, length) = _hidden(block, args, kwargs), _measure_in(kwargs)
         if self._decoding and not self._entered:
-            if length is None and self.in_stages:
+            if measure is None and self.in_stages:
                 raise ModelError(
                     f"{type(block).__name__} is given neither positions nor a mask, so that a pipeline stage cannot tell "
                     "how long the sequence is. Remedy: remove sequence_parallel_size, or pipeline."
                 )
             self._begin(length or hidden.shape[SEQUENCE])
-        if self.rows is None:
+        if self._decoding or not _in_backward():
+            rows = self.rows if self._decoding else None
+            if measure is not None and block.training:
+                self._rows_of[measure] = rows
+        else:
+            rows = self._rows_again(block, hidden, measure)
+        if rows is None:
             return None
-        # A block that the model recomputes by itself may belong to an earlier forward.
-        rows = self.rows if length is None else Rows(length, self.axis)
         if first and block.training:
             self.streams.enter(hidden.device)
         if hidden.shape[SEQUENCE] == rows.length:  # whole; or one rank has all rows
@@ -160,14 +168,26 @@ class Division:
     def _begin(self, length: int) -> None:
         self.rows, self._entered = Rows(length, self.axis) if length >= self.axis.size else None, True
 
-    def leave_block(self, output: Any) -> Any:
-        """What the last block returns if what follows needs whole sequences."""
-        if self.rows is None:
+    def _rows_again(self, block: nn.Module, hidden: torch.Tensor, measure: torch.Tensor | None) -> Rows | None:
+        """The rows of the forward of which the model recomputes ``block``; None if it was not divided."""
+        if measure is not None:
+            return self._rows_of.get(measure)
+        if self.rows is None or hidden.shape[SEQUENCE] in (self.rows.length, self.rows.count):
+            return self.rows
+        raise ModelError(
+            f"{type(block).__name__} is recomputed after its model has been given another sequence, and is given neither "
+            "positions nor a mask by which to tell how long its own was. Remedy: give the model an attention_mask, or use "
+            "activation_checkpointing of the configuration in place of the model's own."
+        )
+
+    def leave_block(self, kwargs: Mapping[str, Any], output: Any) -> Any:
+        """What the last block returns if what follows needs whole sequences, of which each rank uses its own rows."""
+        if kwargs.get(LENGTH) is None:
             return output
-        recut = self.targets is not None or self.in_stages  # where a loss always follows
+        rows = Rows(kwargs[LENGTH], self.axis)
         if isinstance(output, tuple):
-            return (self.rows.join(output[0], recut=recut), *output[1:])
-        return self.rows.join(output, recut=recut)
+            return (rows.join(output[0], recut=True), *output[1:])
+        return rows.join(output, recut=True)
 
     def leave_decoder(self, output: Any) -> Any:
         """What the model that holds the blocks returns: with whole sequences, or with rows if the loss follows."""
@@ -184,7 +204,7 @@ class Division:
                 "joined. Remedy: leave return_dict=False out."
             )
         early, last = self.way.joins_early, output["last_hidden_state"]
-        whole = last if early else None
+        whole = rows.joined(last) if early else None
         if self.targets is None:
             whole = whole if whole is not None else rows.join(last)
             output["last_hidden_state"] = whole  # type: ignore[index]
@@ -218,14 +238,19 @@ def _hidden(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     )
 
 
-def _length_in(kwargs: Mapping[str, Any]) -> int | None:
-    """Return the length of the sequence by what a block is given for whole ones."""
+def _measure_in(kwargs: Mapping[str, Any]) -> tuple[torch.Tensor | None, int]:
+    """Return what a block is given for whole sequences, and how long they are by that; None and 0 if there is nothing."""
     positions, mask = kwargs.get("position_embeddings"), kwargs.get("attention_mask")
     if isinstance(positions, tuple) and isinstance(positions[0], torch.Tensor):
-        return positions[0].shape[-2]
-    if isinstance(kwargs.get("position_ids"), torch.Tensor):
-        return int(kwargs["position_ids"].shape[-1])
-    return mask.shape[-1] if isinstance(mask, torch.Tensor) else None
+        return positions[0], positions[0].shape[-2]
+    for found in (kwargs.get("position_ids"), mask):
+        if isinstance(found, torch.Tensor):
+            return found, found.shape[-1]
+    return None, 0
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 class InBlock(OwnForward):
@@ -296,7 +321,7 @@ class DividedBlocks:
             enter = functools.partial(_enter, division, block is blocks[0])
             self._handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
         if division.way.joins_early and blocks and blocks[-1] is all_blocks[-1]:
-            self._handles.append(blocks[-1].register_forward_hook(functools.partial(_leave, division)))
+            self._handles.append(blocks[-1].register_forward_hook(functools.partial(_leave, division), with_kwargs=True))
 
     def remove(self) -> None:
         for own in self._forwards:
@@ -310,5 +335,5 @@ def _enter(division: Division, first: bool, block: nn.Module, args: tuple[Any, .
     return division.enter_block(block, args, kwargs, first=first)
 
 
-def _leave(division: Division, block: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    return division.leave_block(output)
+def _leave(division: Division, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    return division.leave_block(kwargs, output)

@@ -48,6 +48,22 @@ class _SumOver(torch.autograd.Function):
         return grad * ctx.size, None
 
 
+class _Joined(torch.autograd.Function):
+    """Backward alone of ``join``, and back from it: P times the gradient of own rows, 0 for all others."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        ctx.rows = rows
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        parts = torch.zeros_like(grad)
+        ctx.rows.view(parts).copy_(ctx.rows.view(grad) * ctx.rows.axis.size)
+        return parts, None
+
+
 @dataclass(frozen=True)
 class Rows:
     """The rows of this rank of a sequence of ``length``; parts are as equal as can be, the larger ones first."""
@@ -83,6 +99,10 @@ class Rows:
     def join(self, x: torch.Tensor, dim: int = SEQUENCE, *, recut: bool = False) -> torch.Tensor:
         """Return the whole of which ``x`` has this rank's rows. ``recut``: each rank will use its own rows of it alone."""
         return _Join.apply(x, self, dim, 1 if recut else self.axis.size)  # type: ignore[no-any-return, no-untyped-call]
+
+    def joined(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x``, which is whole on every rank, as if only own rows of it had been computed here, and joined."""
+        return _Joined.apply(x, self)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def sum_over(x: torch.Tensor, axis: Axis) -> torch.Tensor:
