@@ -242,12 +242,11 @@ def test_what_comes_back_has_memory_of_its_own() -> None:
 
 def test_buffers_are_counted_in_bytes() -> None:
     pool = HostPool(CPU)
-    kept = [pool.take(10, torch.float32), pool.take(10, torch.bfloat16), pool.take(3, torch.float64)]
-    assert (pool.counts.buffers, pool.counts.buffer_bytes) == (3, 40 + 20 + 24)
-    for buffer in kept:
-        pool.give_back(buffer)
-    assert pool.take(10, torch.bfloat16).dtype == torch.bfloat16
-    assert (pool.counts.buffers, pool.counts.buffer_bytes) == (3, 84)
+    kept = [host_pool.Stored(pool, tensor) for tensor in (torch.zeros(10), torch.zeros(3, dtype=torch.float64))]
+    assert (pool.counts.buffers, pool.counts.buffer_bytes, pool.counts.out_bytes) == (2, 64, 64)
+    kept.clear()
+    kept.append(host_pool.Stored(pool, torch.zeros(12, dtype=torch.bfloat16)))
+    assert (pool.counts.buffers, pool.counts.buffer_bytes, pool.counts.out_bytes) == (2, 64, 88)
 
 
 def test_an_order_of_backward_that_is_not_the_reverse_is_learnt(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ class BlockForward:
         if self._caches.in_use((args, kwargs)):
             return self.inner(*args, **kwargs)
         args, kwargs = self._caches.without((args, kwargs))
-        return run(self.inner, args, kwargs, self._pool, self._selection)
+        return run(self.inner, args, kwargs, self._pool, self._selection, self._module)
 
     def compile(self, **options: Any) -> None:
         """Compile ``inner`` with torch.compile. What is recomputed is compiled, the recomputing is not."""

@@ -8,8 +8,8 @@ Until another order has been seen, that is the group made just before it.
 
 from __future__ import annotations
 
+import bisect
 import weakref
-from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
@@ -25,7 +25,7 @@ class Counts:
     """What a pool has done so far."""
 
     buffers: int = 0  # allocated
-    buffer_bytes: int = 0  # allocated
+    buffer_bytes: int = 0  # held
     out_copies: int = 0  # device to host
     out_bytes: int = 0
     in_copies: int = 0  # host to device
@@ -43,7 +43,7 @@ class HostPool:
         self.device = device
         self.stream = CopyStream(device)
         self.counts = Counts()
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._free: list[torch.Tensor] = []  # [bytes], by size
         self._live: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
         self._made = 0  # number of groups made since there was none
         self._followers: dict[
@@ -71,17 +71,20 @@ class HostPool:
         if following is not None:
             following.fetch()
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer [numel]. It is allocated only if none is free."""
-        spare = self._free[numel, dtype]
-        if spare:
-            return spare.pop()
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return the smallest free buffer of at least ``nbytes``. If there is none, a new one replaces one."""
+        place = bisect.bisect_left(self._free, nbytes, key=torch.Tensor.numel)
+        if place < len(self._free):
+            return self._free.pop(place)
+        if self._free:
+            self.stream.synchronize()  # its last copy may have been queued only
+            self.counts.buffer_bytes -= self._free.pop(0).numel()
         self.counts.buffers += 1
-        self.counts.buffer_bytes += numel * dtype.itemsize
-        return host_empty(numel, dtype, pinned=queues(self.device))
+        self.counts.buffer_bytes += nbytes
+        return host_empty(nbytes, torch.uint8, pinned=queues(self.device))
 
     def give_back(self, buffer: torch.Tensor) -> None:
-        self._free[buffer.numel(), buffer.dtype].append(buffer)
+        bisect.insort(self._free, buffer, key=torch.Tensor.numel)
 
 
 class Stored:
@@ -90,11 +93,12 @@ class Stored:
     def __init__(self, pool: HostPool, tensor: torch.Tensor) -> None:
         self._pool = pool
         self._size, self._stride = tensor.size(), tensor.stride()
-        self._buffer = pool.take(tensor.numel(), tensor.dtype)
+        self._buffer = pool.take(tensor.nbytes)
+        self._host = self._buffer[: tensor.nbytes].view(tensor.dtype)  # [numel]
         self._fetched: torch.Tensor | None = None  # [numel], on the device
         flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
         pool.stream.follow(flat)
-        pool.stream.copy(flat, self._buffer)
+        pool.stream.copy(flat, self._host)
         pool.counts.out_copies += 1
         pool.counts.out_bytes += flat.nbytes
 
@@ -105,8 +109,8 @@ class Stored:
     def fetch(self) -> None:
         if self._fetched is None:
             with self._pool.stream.copying():
-                self._fetched = torch.empty_like(self._buffer, device=self._pool.device)
-                self._fetched.copy_(self._buffer, non_blocking=True)
+                self._fetched = torch.empty_like(self._host, device=self._pool.device)
+                self._fetched.copy_(self._host, non_blocking=True)
             self._pool.counts.in_copies += 1
 
     def get(self) -> torch.Tensor:

@@ -12,8 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..errors import ModelError
+from ..optim.containers import TreeMap
+from .buffers import BufferStates
 from .host_pool import Group, HostPool, Stored
 from .selective import Keep, OperationWatch, Recall
+from .versions import Version
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
@@ -26,39 +29,36 @@ class Selection:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Return ``value`` with ``function`` applied to every tensor in its tuples, lists and dicts. Other objects stay."""
-    if isinstance(value, torch.Tensor):
-        return function(value)
-    if type(value) in (tuple, list):
-        return type(value)(map_tensors(item, function) for item in value)
-    if type(value) is dict:
-        return {key: map_tensors(item, function) for key, item in value.items()}
-    return value
+    """Return ``value`` with ``function`` applied to each tensor in its containers. Objects of other classes stay."""
+    return TreeMap(torch.Tensor, function, fresh=True).mapped(value)
 
 
 class _Input:
     """One tensor that a checkpoint keeps."""
 
     def __init__(self, tensor: torch.Tensor, group: Group | None) -> None:
-        self.requires_grad = tensor.requires_grad
+        self.shape, self.requires_grad = tensor.shape, tensor.requires_grad
         self._stored: Stored | None = None
         if group is not None and tensor.requires_grad:  # blocks share masks and positions, so these are kept only once
             self._stored = group.store(tensor)
         self._alias = tensor.detach() if self._stored is None else None
-        self._version = tensor._version
+        self._version = Version(tensor)  # counts wherever the tensor is kept: a copy to the host may still be under way
 
     def get(self) -> torch.Tensor:
-        if self._stored is not None:
-            return self._stored.get().requires_grad_(self.requires_grad)
-        assert self._alias is not None
-        if self._alias._version != self._version:
-            raise _changed_input(self._alias)
-        return self._alias.detach().requires_grad_(self.requires_grad)
+        self.check()
+        found = self._stored.get() if self._stored is not None else self._alias
+        assert found is not None
+        return found.detach().requires_grad_(self.requires_grad)
+
+    def check(self) -> None:
+        """Raise ModelError if the tensor has been changed in place."""
+        if self._version.is_past:
+            raise _changed_input(self.shape)
 
 
-def _changed_input(tensor: torch.Tensor) -> ModelError:
+def _changed_input(shape: torch.Size) -> ModelError:
     return ModelError(
-        f"an input of a checkpointed call, of shape {tuple(tensor.shape)}, was changed in place, so that the call cannot "
+        f"an input of a checkpointed call, of shape {tuple(shape)}, was changed in place, so that the call cannot "
         "be run again in backward. Remedy: make the change out of place (x = x + y instead of x += y), or leave this "
         "block out of activation checkpointing."
     )
@@ -70,55 +70,45 @@ def run(
     kwargs: dict[str, Any],
     pool: HostPool | None = None,
     selection: Selection | None = None,
+    module: nn.Module | None = None,
 ) -> Any:
     """Call ``function(*args, **kwargs)`` and keep only its inputs, and what ``selection`` chooses.
 
-    ``pool``: keep these in host memory. Raises ModelError if the call changes an input in place.
+    ``pool``: keep these in host memory. ``module``: whose forward it is, if ``function`` does not tell. Raises ModelError
+    if the call changes an input in place.
     """
     group = pool.group() if pool is not None else None
-    inputs: list[torch.Tensor] = []
+    inputs: list[_Input] = []
+    devices: dict[torch.device, None] = {}
 
     def keep(tensor: torch.Tensor) -> Any:
         if isinstance(tensor, nn.Parameter):
             return tensor
-        inputs.append(tensor)
-        return _Input(tensor, group)
+        devices[tensor.device] = None
+        inputs.append(_Input(tensor, group))
+        return inputs[-1]
 
-    kept = map_tensors((args, kwargs), keep)
-    versions = [tensor._version for tensor in inputs]
+    kept, buffers = map_tensors((args, kwargs), keep), BufferStates(module or function)
     given = [(args, kwargs)]  # taken by the first run
 
     def call(*anchors: torch.Tensor) -> Any:
         if given:
             now, named = given.pop()
-        else:
-            if group is not None:
-                group.open()
-            now, named = _recalled(kept)
-        return function(*now, **named)
+            return function(*now, **named)
+        if group is not None:
+            group.open()
+        now, named = TreeMap(_Input, _Input.get, fresh=True).mapped(kept)
+        with buffers.as_before():
+            return function(*now, **named)
 
     contexts = _Contexts(selection, group)
-    output = torch_checkpoint(call, *_anchors(inputs), use_reentrant=False, context_fn=contexts)
-    for tensor, version in zip(inputs, versions, strict=True):
-        if tensor._version != version:
-            raise _changed_input(tensor)
+    anchors = [torch.empty(0, device=device) for device in devices]  # on which torch must repeat random numbers
+    output = torch_checkpoint(call, *anchors, use_reentrant=False, context_fn=contexts)
+    for kept_input in inputs:
+        kept_input.check()
+    buffers.finish()
     contexts.finish()
     return output
-
-
-def _recalled(value: Any) -> Any:
-    if isinstance(value, _Input):
-        return value.get()
-    if type(value) in (tuple, list):
-        return type(value)(_recalled(item) for item in value)
-    if type(value) is dict:
-        return {key: _recalled(item) for key, item in value.items()}
-    return value
-
-
-def _anchors(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return empty tensors that tell torch on which devices it must repeat random numbers."""
-    return [torch.empty(0, device=device) for device in {tensor.device: None for tensor in inputs}]
 
 
 class _Contexts:

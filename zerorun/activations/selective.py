@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .host_pool import Group, Stored
+from .versions import Version, counting_alias
 
 KEPT_SHARE = 0.4
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # not in torch's registry
@@ -156,11 +157,16 @@ def _same(value: Any) -> Any:
 
 
 class Keep(TorchDispatchMode):
-    """The first run: keeps the results at the chosen positions, in host memory if there is a ``group``."""
+    """The first run: keeps the results at the chosen positions, in host memory if there is a ``group``.
+
+    A result that is changed in place while the block runs is copied before. What is changed later, by whoever got it from
+    the block, is not given to the second run.
+    """
 
     def __init__(self, chosen: frozenset[int], group: Group | None) -> None:
         super().__init__()
         self.kept: dict[int, Any] = {}  # position -> result, with Stored for tensors in host memory
+        self._versions: dict[int, list[Version]] = {}  # position -> those of its tensors, until they are copied
         self._chosen, self._group = chosen, group
         self._position = 0
         self._positions: dict[int, int] = {}  # storage -> position of the result that lies in it
@@ -176,8 +182,19 @@ class Keep(TorchDispatchMode):
             self._position += 1
         return out
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for version in (version for versions in self._versions.values() for version in versions):
+            version.renew()
+
+    def taken(self, position: int) -> Any:
+        """Return the result at ``position``, once; None if it is not kept, or has been changed."""
+        kept, versions = self.kept.pop(position, None), self._versions.get(position, ())
+        return None if any(version.is_past for version in versions) else kept
+
     def _keep(self, out: Any) -> None:
         self.kept[self._position] = tree_map(self._keep_tensor, out)
+        self._versions[self._position] = [Version(tensor) for tensor in _tensors(out)]
         for tensor in _tensors(out):
             self._positions[_storage(tensor)] = self._position
 
@@ -185,7 +202,7 @@ class Keep(TorchDispatchMode):
         if not isinstance(value, torch.Tensor):
             return value
         stored = self._group.store(value) if self._group is not None else None
-        return stored if stored is not None else _bare(value)
+        return stored if stored is not None else counting_alias(value)
 
     def _save_from(self, func: Any, args: tuple[Any, ...]) -> None:
         """Keep copies of kept results that ``func`` is about to write into, as ReLU(inplace=True) does."""
@@ -196,6 +213,7 @@ class Keep(TorchDispatchMode):
                 position = self._positions.pop(_storage(tensor), None)
                 if position is not None:
                     self.kept[position] = tree_map(_copied, self.kept[position])
+                    del self._versions[position]
                     if self._group is not None:  # a copy to host memory may still be running
                         self._group.pool.stream.lead()
 
@@ -205,7 +223,7 @@ class Recall(TorchDispatchMode):
 
     def __init__(self, keep: Keep) -> None:
         super().__init__()
-        self._kept = keep.kept
+        self._keep = keep
         self._position = 0
 
     def __enter__(self) -> Recall:
@@ -217,16 +235,10 @@ class Recall(TorchDispatchMode):
         kwargs = kwargs or {}
         if counts(func, args, kwargs):
             self._position += 1
-            kept = self._kept.pop(self._position - 1, None)
+            kept = self._keep.taken(self._position - 1)
             if kept is not None:
                 return tree_map(lambda value: value.get() if isinstance(value, Stored) else value, kept)
         return func(*args, **kwargs)
-
-
-def _bare(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory outside of the graph, which would otherwise keep itself alive through what is kept."""
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
 
 
 def _copied(value: Any) -> Any:

@@ -320,6 +320,11 @@ class CopyStream:
             if made is not None:
                 _keep(made, current)
 
+    def synchronize(self) -> None:
+        """Wait until all copies so far are done."""
+        if self._stream is not None:
+            self._stream.record_event().synchronize()
+
     def copying(self) -> contextlib.AbstractContextManager[Any]:
         """Return a context manager: work that its block begins goes to the stream of the copies."""
         return self._cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()

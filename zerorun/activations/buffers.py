@@ -1,0 +1,103 @@
+"""Buffers that a call changes, such as running statistics: they are to change once, although the call runs twice."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .versions import version_of
+
+# Whether a module has changed its buffers in a forward so far; modules that have not run yet are not there.
+_changing: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+# Those with buffers among the parts of a module.
+_holders: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The buffers of ``module`` before a call. ``values``: their contents; empty if the module has never changed them."""
+
+    module: nn.Module
+    tensors: dict[str, torch.Tensor | None]
+    versions: dict[str, int]
+    values: dict[str, torch.Tensor | None]
+
+    @property
+    def is_past(self) -> bool:
+        if any(self.module._buffers.get(name) is not tensor for name, tensor in self.tensors.items()):
+            return True
+        return self.versions != _versions(self.tensors)
+
+
+class BufferStates:
+    """The buffers of the modules of ``function`` before its first run, which is about to begin.
+
+    A second run finds those that the first one has changed as this had found them: with spectral norms its results depend
+    on them. What it does to them is dropped. Buffers that do not change are copied once, to learn that.
+    """
+
+    def __init__(self, function: Any) -> None:
+        modules = {module: None for root in modules_of(function) for module in _with_buffers(root)}
+        self._before = [_before(module) for module in modules]
+
+    def finish(self) -> None:
+        """The first run is over."""
+        for before in self._before:
+            _changing[before.module] = _changing.get(before.module, False) or before.is_past
+        self._before = [before for before in self._before if before.is_past]
+
+    @contextlib.contextmanager
+    def as_before(self) -> Iterator[None]:
+        """While the call runs again."""
+        now = [dict(before.module._buffers) for before in self._before]
+        for before in self._before:
+            buffers = {**before.module._buffers, **before.values}
+            before.module._buffers.update({name: _copied(buffer) for name, buffer in buffers.items()})
+        try:
+            yield
+        finally:
+            for before, buffers in zip(self._before, now, strict=True):
+                before.module._buffers.update(buffers)
+
+
+def _before(module: nn.Module) -> _Before:
+    tensors = dict(module._buffers)
+    values = {name: _copied(tensor) for name, tensor in tensors.items()} if _changing.get(module, True) else {}
+    return _Before(module, tensors, _versions(tensors), values)
+
+
+def _versions(tensors: dict[str, torch.Tensor | None]) -> dict[str, int]:
+    return {name: version_of(tensor) for name, tensor in tensors.items() if tensor is not None}
+
+
+def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _with_buffers(root: nn.Module) -> list[nn.Module]:
+    if root not in _holders:
+        _holders[root] = [weakref.ref(module) for module in root.modules() if module._buffers]
+    return [module for reference in _holders[root] if (module := reference()) is not None]
+
+
+def modules_of(function: Any) -> list[nn.Module]:
+    """Return the modules that ``function`` is, or is a method of, or holds: partial arguments, variables around it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    cells = getattr(function, "__closure__", None) or ()
+    held = [function, getattr(function, "__self__", None), *(cell.cell_contents for cell in cells if _is_set(cell))]
+    return [item for item in held if isinstance(item, nn.Module)]
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable without a value
+        return False
