@@ -3245,4 +3245,28 @@ MUTANTS = (
         "    return dtype == stored",
         ("tests/ranks/test_half_loaded.py", "-k", "without_its_base"),
     ),
+    Mutant(
+        "groups-are-matched-by-number",
+        "rank",
+        "zerorun/checkpoint/load.py",
+        "            if None not in (group, stored) and stored != group:",
+        "            if False:",
+        ("tests/ranks/test_saved_optimizers.py", "-k", "not_given_to_other"),
+    ),
+    Mutant(
+        "pieces-share-a-list",
+        "stale",
+        "zerorun/checkpoint/load.py",
+        "            made_anew = deepcopy(value)  # pieces may not share a list",
+        "            made_anew = value",
+        ("tests/ranks/test_saved_optimizers.py", "-k", "comes_back"),
+    ),
+    Mutant(
+        "manifests-are-written-unread",
+        "swallowed",
+        "zerorun/checkpoint/write.py",
+        "        Manifest.from_text(text, Path(MANIFEST))",
+        "        pass",
+        ("tests/ranks/test_saved_optimizers.py", "-k", "no_load_could_read"),
+    ),
 )

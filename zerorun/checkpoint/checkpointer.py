@@ -25,7 +25,7 @@ from .merging import Merged
 from .ranks import Ranks, attempt, leads_stage, speaking_up
 from .read import Reader, candidates, open_on_all, steps_of
 from .requests import check_client_state, directory_of, dtype_of, tag_of
-from .save import Captured, Saver, now, scalar, versions
+from .save import Captured, Saver, more_of, now, pack_values, scalar, states_apart, versions
 from .write import Destination
 from .write_plan import CAST, MASTER, MODEL
 
@@ -249,7 +249,15 @@ class Checkpointer:
             return None
         optimizer = self.subject.optimizer.optimizer
         groups = [{key: v for key, v in group.items() if key not in IMPLEMENTATION} for group in optimizer.param_groups]
-        return {"type": optimizer_kind(optimizer), "groups": encode(groups, tensors, "optimizer.groups"), "scalars": {}}
+        described = {
+            "type": optimizer_kind(optimizer),
+            "groups": encode(groups, tensors, "optimizer.groups"),
+            "scalars": {},
+        }
+        for key, kept in (("apart", states_apart(optimizer.state)), ("more", more_of(optimizer))):
+            if kept:
+                described[key] = pack_values(kept)
+        return described
 
     def _data_state(self, tensors: dict[str, torch.Tensor]) -> Any:
         if not hasattr(self.run.dataloader, "state_dict"):

@@ -31,6 +31,7 @@ from ..zero.sharded_model import Parts, ShardedModel
 from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit
 from .block_states import keeps_blocks, scale_shape, scale_shard
+from .files import is_plain
 from .ranks import leads_stage
 from .tensorfile import dtype_code
 from .write_plan import MASTER, MODEL, OPTIMIZER, RESIDUAL, Rest, Row
@@ -290,8 +291,10 @@ class Inventory:
             state = optimizer.state.get(piece.tensor, {})
             members = [(names[id(piece.flat_group), run.entry], run) for run in piece.runs]
             for key, value in state.items():
+                refuse_state_name(key)
                 if is_scale(key, state):
                     continue
+                refuse_state_name(key, of_tensor=isinstance(value, torch.Tensor) and value.dim() > 0)
                 if isinstance(state_of := held(state, key), Blocks):
                     parts += _block_parts(f"{OPTIMIZER}{key}", state_of, members, self.homes)
                     continue
@@ -304,6 +307,23 @@ class Inventory:
                 else:
                     scalars.setdefault(key, {}).update((name, value) for name, _ in members)
         return parts, scalars
+
+
+def refuse_state_name(key: object, *, of_tensor: bool = False) -> None:
+    """Raise CheckpointError if a checkpoint cannot have an optimizer's state of this name.
+
+    That of a tensor is part of the names of files, and what follows a dot is part of a wrapped tensor.
+    """
+    if not isinstance(key, str):
+        reason = f"it is a {type(key).__name__}, and names in a checkpoint are text"
+    elif of_tensor and (not is_plain(f"{OPTIMIZER}{key}") or "." in key):
+        reason = "names of tensors are parts of names of files, in which '/' and '.' mean something else"
+    else:
+        return
+    raise CheckpointError(
+        f"the optimizer's state {key!r:.80} cannot be saved by this name: {reason}. Remedy: an optimizer that calls it by "
+        "a word, such as state[parameter]['exp_avg']."
+    )
 
 
 def _trainable_parts(name: str, home: SavedParameter, run: ParameterRun | None) -> Iterator[TensorPart]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ from .inventory import Contents, Inventory, SavedParameter, ranges_of, together
 from .json_values import decode
 from .ranks import Ranks, attempt, leads_stage
 from .read import Read, Reader
-from .save import unpack_scalars
+from .save import unpack_scalars, unpack_values
 from .tensorfile import dtype_of
 from .write_plan import MASTER, MODEL, OPTIMIZER, RESIDUAL
 
@@ -126,6 +127,8 @@ class PreparedOptimizer:
 
     words: str
     groups: list[dict[str, Any]]
+    apart: dict[str, Any]  # what its state has under keys that are no parameters
+    more: dict[str, Any]  # what its class adds to its state_dict
     states: list[tuple[OptimizerPiece, dict[str, Any]]] = field(default_factory=list)
     reads: list[Read] = field(default_factory=list)  # what fills the states
 
@@ -297,21 +300,31 @@ class ModelLoader:
             return None
         if lost:
             raise _misfit(self.reader, "lacks, of the optimizer,", lost, "pass load_optimizer=False for fresh moments.")
-        prepared, problem = attempt(lambda: self._prepare(described, tensors))
+        groups = {name: group for found in ranks.gather(self.inventory.groups()) for name, group in found.items()}
+        prepared, problem = attempt(lambda: self._prepare(described, groups, tensors))
         ranks.agree(problem)
         return prepared
 
-    def _prepare(self, described: dict[str, Any], tensors: dict[str, torch.Tensor]) -> PreparedOptimizer:
+    def _prepare(
+        self, described: dict[str, Any], groups: dict[str, int], tensors: dict[str, torch.Tensor]
+    ) -> PreparedOptimizer:
+        """``groups``: parameter name -> optimizer group, of the whole model."""
         self._compare_optimizer(described)
+        self._compare_groups(described, groups)
         keys = [kind for kind in self.reader.sets if kind.startswith(OPTIMIZER)]
         names = [kind.removeprefix(OPTIMIZER) for kind in keys] + list(described["scalars"])
-        prepared = PreparedOptimizer(f"{described['type']} ({', '.join(names)})", decode(described["groups"], tensors))
+        prepared = PreparedOptimizer(
+            f"{described['type']} ({', '.join(names)})",
+            decode(described["groups"], tensors),
+            unpack_values(described.get("apart", {})),
+            unpack_values(described.get("more", {})),
+        )
         self._make_states(keys, unpack_scalars(described["scalars"]), prepared)
         return prepared
 
     def load_optimizer(self, prepared: PreparedOptimizer, ranks: Ranks) -> str:
         """Read the optimizer's state, and take over its hyperparameters. Collective. Return what was restored, in words."""
-        sharded = self.subject.optimizer
+        sharded, problem = self.subject.optimizer, None
         if sharded is not None:
             for group, stored in zip(sharded.optimizer.param_groups, prepared.groups, strict=True):
                 group.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION})
@@ -319,6 +332,9 @@ class ModelLoader:
                 sharded.optimizer.state.pop(piece.tensor, None)
                 if state:
                     sharded.optimizer.state[piece.tensor].update(state)
+            sharded.optimizer.state.update(prepared.apart)  # type: ignore[arg-type]
+            _, problem = attempt(lambda: _load_more(sharded.optimizer, prepared.more))
+        ranks.agree(problem)
         self.reader.fetch(prepared.reads, ranks)
         self._convert_all()
         return prepared.words
@@ -343,6 +359,23 @@ class ModelLoader:
                 f"{self.reader.path} has {len(described['groups'])} parameter groups, and this run's optimizer "
                 f"{len(sharded.optimizer.param_groups)}. Remedy: make the same groups, or pass load_optimizer=False."
             )
+
+    def _compare_groups(self, described: dict[str, Any], groups: dict[str, int]) -> None:
+        """Raise CheckpointError if a parameter is in another group than it was: it would get the hyperparameters of others.
+
+        A schedule has a state for each group, by its number. So they are not put in another order.
+        """
+        manifest = self.reader.manifest
+        there = {name: entry["group"] for name, entry in manifest.parameters.items()} if manifest else {}
+        for name in self.model.shapes:
+            group, stored = groups.get(name), there.get(self.find(name) or name)
+            if None not in (group, stored) and stored != group:
+                raise CheckpointError(
+                    f"{self.reader.path} has {name!r} in parameter group {stored}, and this run's optimizer in group "
+                    f"{group}, which would get the hyperparameters of other parameters. Remedy: make the groups of the "
+                    f"same parameters, in the same order (it has {_kept(described, stored)} in group {stored}), or pass "
+                    "load_optimizer=False."
+                )
 
     def _signature(
         self, piece: OptimizerPiece, run: ParameterRun, keys: list[str], scalars: dict[str, dict[str, Any]]
@@ -389,7 +422,9 @@ class ModelLoader:
         state: dict[str, Any] = {}
         first = self._stored_name(piece, piece.runs[0])
         for key, value in scalars.get(first, {}).items():
-            state[key] = value.clone().to(_place_of_scalars(self.subject.optimizer, piece)) if _is_tensor(value) else value
+            made_anew = deepcopy(value)  # pieces may not share a list
+            on = _place_of_scalars(self.subject.optimizer, piece)
+            state[key] = made_anew.to(on) if _is_tensor(value) else made_anew
         state |= self._wrapped(piece, first, keys, reads)
         for kind in keys:
             if first not in self.reader.places(kind) or _is_inner(kind):
@@ -520,6 +555,20 @@ def _compare_inner(reader: Reader, kind: str, name: str, tensor: torch.Tensor) -
             f"keeps {tensor.dtype} {list(tensor.shape)}. Remedy: use the settings it was saved with, such as the size "
             "of blocks, or pass load_optimizer=False."
         )
+
+
+def _load_more(optimizer: torch.optim.Optimizer, more: dict[str, Any]) -> None:
+    """Let the optimizer's own ``load_state_dict`` have what its ``state_dict`` added. States stay where they are."""
+    if more:
+        states = dict(optimizer.state)
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {}, **more})
+        optimizer.state.update(states)
+
+
+def _kept(described: dict[str, Any], group: Any) -> str:
+    """The numbers among the hyperparameters of a group, in words."""
+    kept = described["groups"][group] if group < len(described["groups"]) else {}
+    return ", ".join(f"{key} {value:g}" for key, value in kept.items() if type(value) in (int, float))
 
 
 def _is_inner(kind: str) -> bool:

@@ -24,7 +24,8 @@ spaces. The content:
                      its bytes are not values of that dtype)
     aliases          other name of a tied tensor -> the name under which it is stored
     optimizer        type; groups: the hyperparameters of each; scalars: key -> list of {value, dtype, names};
-                     states: the keys that have sets
+                     states: the keys that have sets; name -> {value, dtype} of what belongs to no parameter, if anything
+                     does: apart (under such keys of its state) and more (what its class adds to its state_dict)
     loss_scale, scheduler, data, client_state, extra_state, rng    as plain values (json_values.py)
     frozen_base      null, or if frozen parameters were left out, name -> {dtype, crc32} of each
     sets             set -> list of its files
@@ -178,7 +179,8 @@ def _is_size(value: Any) -> bool:
 
 _TEXT, _NUMBER, _PLAIN = _is(str), _is(int, float), _is(str, int, float, bool, type(None))
 _PARAMETER = _object_with(shape=_list_of(_is_size), dtype=_TEXT, trainable=_is(bool), group=_or_null(_is_size))
-_SCALAR = _object_with(value=_is(int, float, bool, str, dict, type(None)), dtype=_or_null(_TEXT), names=_list_of(_TEXT))
+_JSON, _DTYPE = _is(int, float, bool, str, list, dict, type(None)), _or_null(_TEXT)
+_VALUE, _SCALAR = _object_with(value=_JSON, dtype=_DTYPE), _object_with(value=_JSON, dtype=_DTYPE, names=_list_of(_TEXT))
 _TYPES: dict[str, _Test] = {
     "tag": _TEXT,
     "saved_at": _TEXT,
@@ -204,7 +206,11 @@ def _check(content: dict[str, Any]) -> None:
     for key, test in _TYPES.items():
         if key in content and not test(content[key]):
             raise ValueError(f"{key} is {content[key]!r:.80}")
-    states = (content.get("optimizer") or {}).get("states", [])
+    optimizer = content.get("optimizer") or {}
+    for key in ("apart", "more"):
+        if not _object_of(_VALUE)(optimizer.get(key, {})):
+            raise ValueError(f"the optimizer's {key} is {optimizer[key]!r:.80}")
+    states = optimizer.get("states", [])
     if not _list_of(is_plain)(states):
         raise ValueError(f"the optimizer's states are {states!r:.80}")
 

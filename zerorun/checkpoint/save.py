@@ -16,7 +16,7 @@ import platform
 import sys
 import threading
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cache
@@ -34,7 +34,7 @@ from ..optim.requested import RawOptimizer
 from ..plan.optimizer_states import OptimizerStates
 from ..watch.board import NOBODY, stay_off_the_board
 from .gather import Collector, PeerReader
-from .inventory import TensorPart
+from .inventory import TensorPart, refuse_state_name
 from .json_values import decode, dtype_by_name, encode
 from .manifest import Manifest
 from .ranks import Ranks, leads_stage
@@ -317,7 +317,7 @@ _TRIED = ("torch.optim", "zerorun.")  # packages whose optimizers' states can be
 
 def scalar(value: Any, where: str) -> Scalar:
     """Turn a scalar of an optimizer's state into a plain value. Raises CheckpointError if it cannot be stored as one."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
         return encode(value.item(), {}, where), str(value.dtype).removeprefix("torch.")
     tensors: dict[str, torch.Tensor] = {}
     plain = encode(value, tensors, where)
@@ -329,17 +329,50 @@ def scalar(value: Any, where: str) -> Scalar:
     return plain, None
 
 
+def states_apart(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """What an optimizer's state has under keys that are no parameters."""
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def more_of(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """What the optimizer's class adds to its ``state_dict`` beside the state and the groups."""
+    if type(optimizer).state_dict is torch.optim.Optimizer.state_dict:
+        return {}
+    return {key: value for key, value in optimizer.state_dict().items() if key not in ("state", "param_groups")}
+
+
+def pack_values(values: Mapping[Any, Any]) -> dict[str, dict[str, Any]]:
+    """Turn values of an optimizer that belong to no parameter into plain ones. Raises CheckpointError if that cannot be."""
+    packed = {}
+    for key, value in values.items():
+        refuse_state_name(key)
+        plain, dtype = scalar(value, f"{key!r} of the optimizer")
+        packed[key] = {"value": plain, "dtype": dtype}
+    return packed
+
+
+def unpack_values(packed: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Undo ``pack_values``. Raises CheckpointError if a value cannot be decoded."""
+    return {key: _unpacked(key, entry) for key, entry in packed.items()}
+
+
 def refuse_unsavable_states(raw: RawOptimizer) -> None:
     """Raise ModelError for an optimizer of the user's that keeps a state which cannot be saved. A trial step finds it."""
     if raw.optimizer is None:
         known, name = "." not in raw.name, raw.name.rpartition(".")[2]
     else:
         known, name = type(raw.optimizer).__module__.startswith(_TRIED), type(raw.optimizer).__name__
-    for key, value in () if known else OptimizerStates(raw, torch.device("cpu")).scalars.items():
-        try:
+    if known:
+        return
+    states = OptimizerStates(raw, torch.device("cpu"))
+    try:
+        for key, is_scalar in states.names.items():
+            refuse_state_name(key, of_tensor=not is_scalar)
+        for key, value in states.scalars.items():
             scalar(value, f"the state {key!r} of {name}")
-        except CheckpointError as error:
-            raise ModelError(str(error)) from None
+        pack_values(states.apart | (more_of(raw.optimizer) if raw.optimizer is not None else {}))
+    except CheckpointError as error:
+        raise ModelError(str(error)) from None
 
 
 def pack_scalars(scalars: dict[str, dict[str, Scalar]]) -> dict[str, list[dict[str, Any]]]:
@@ -365,12 +398,15 @@ def unpack_scalars(packed: dict[str, list[dict[str, Any]]]) -> dict[str, dict[st
     found: dict[str, dict[str, Any]] = {}
     for key, entries in packed.items():
         for entry in entries:
-            value = decode(entry["value"], {})
-            if entry["dtype"] is not None:
-                value = _zero_dim(value, entry["dtype"], key)
+            value = _unpacked(key, entry)
             for name in entry["names"]:
                 found.setdefault(name, {})[key] = value
     return found
+
+
+def _unpacked(key: str, entry: Mapping[str, Any]) -> Any:
+    value = decode(entry["value"], {})
+    return value if entry["dtype"] is None else _zero_dim(value, entry["dtype"], key)
 
 
 def _zero_dim(value: Any, dtype: str, key: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DamagedError
 from . import directory as folder
 from .files import mark
 from .gather import Collector
@@ -230,7 +230,17 @@ def _complete(
     sync_folders(target)
     if manifest is not None:
         target.check("manifest")
-        write_small(target.temporary / MANIFEST, manifest.to_text().encode())
+        write_small(target.temporary / MANIFEST, _readable(manifest).encode())
+
+
+def _readable(manifest: Manifest) -> str:
+    """The manifest's text. Raises CheckpointError if no load could read it."""
+    text = manifest.to_text()
+    try:
+        Manifest.from_text(text, Path(MANIFEST))
+    except DamagedError as error:
+        raise CheckpointError(f"nothing was saved, since nothing could load it: {error}") from error
+    return text
 
 
 def _begin(target: Destination) -> None:

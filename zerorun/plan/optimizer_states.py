@@ -55,23 +55,26 @@ class OptimizerStates:
 
     ``scalars``: by name, those that are no tensors of one dimension or more. The optimizer itself is not touched: a copy of
     it, or a new one of its class, takes the step, on ``device``. ``dtypes``: those of its states that are tensors.
+    ``names``: of all states, and whether they are scalars. ``apart``: what belongs to no parameter, by name.
     """
 
     def __init__(self, raw: RawOptimizer, device: torch.device) -> None:
         self.unknown: str | None = None
+        self.apart: dict[Any, Any]
         self._parts = raw.parts
         kinds = _kinds(raw) if raw.parts is None else []
         trials = [(group, _PRIMES[:dims]) for group, dims in kinds]
         if raw.whole and raw.optimizer is not None:
             trials += sorted({trial for group, shape in _shapes(raw) for trial in _alike(group, shape)})
         try:
-            kept = _take_step(raw, trials, device) if kinds else {}
+            kept, self.apart = _take_step(raw, trials, device) if kinds else ({}, {})
         except Exception as error:  # an optimizer of the user's may raise anything
-            kept = {}
+            kept, self.apart = {}, {}
             self.unknown = f"the optimizer's states are not counted: a trial step failed with {error!r}"
         self._states = {
             (group, dims): list(_states(kept[group, _PRIMES[:dims]], _PRIMES[:dims])) for group, dims in kinds if kept
         }
+        self.names = {key: _is_scalar(value) for found in kept.values() for key, value in found.items()}
         self.scalars = {key: value for found in kept.values() for key, value in found.items() if _is_scalar(value)}
         self._tried = {trial: sum(map(stored_bytes, _tensors(found))) for trial, found in kept.items()}
         self.dtypes = {value.dtype for found in kept.values() for value in _tensors(found)}
@@ -127,8 +130,10 @@ def _alike(group: int, shape: tuple[int, ...]) -> list[_Trial]:
     return [(group, (*ones, tried)), (group, (*ones, tried + _EVEN))]
 
 
-def _take_step(raw: RawOptimizer, trials: list[_Trial], device: torch.device) -> dict[_Trial, dict[str, Any]]:
-    """Return the states after one step on tensors of these shapes."""
+def _take_step(
+    raw: RawOptimizer, trials: list[_Trial], device: torch.device
+) -> tuple[dict[_Trial, dict[str, Any]], dict[Any, Any]]:
+    """Return the states after one step on tensors of these shapes, and what the state has under other keys than them."""
     members: list[list[torch.Tensor]] = [[] for _ in raw.groups]
     tried = {}
     for group, shape in trials:
@@ -143,7 +148,8 @@ def _take_step(raw: RawOptimizer, trials: list[_Trial], device: torch.device) ->
     if isinstance(optimizer, SinglePassOptimizer):  # in training it is told formats, too
         optimizer.formats.update(dict.fromkeys(tried.values(), StateFormat.FP32))
     step_once(optimizer)
-    return {trial: optimizer.state.get(param, {}) for trial, param in tried.items()}
+    apart = {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
+    return {trial: optimizer.state.get(param, {}) for trial, param in tried.items()}, apart
 
 
 def state_count(raw: RawOptimizer) -> int:
