@@ -77,7 +77,10 @@ class MessageError(ZerorunError, RuntimeError):
 
 
 class LossScaleError(ZerorunError, ArithmeticError):
-    """fp16 gradients overflow although the loss scale is at its minimum. The training can still be saved and inspected."""
+    """fp16 gradients overflow at the smallest loss scale, or in ten steps in a row at a static one.
+
+    The training can still be saved and inspected.
+    """
 
 
 class NonFiniteError(ZerorunError, ArithmeticError):

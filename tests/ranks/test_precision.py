@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +133,74 @@ def test_overflow_at_the_minimum_names_parameter_rank_and_micro_batch() -> None:
     assert "on rank 1 in micro-batch 1" in text
     assert "parameter '" in text
     assert kept
+
+
+def scale_after_load(saved: dict[str, Any], section: dict[str, Any], folder: Path) -> tuple[LossScaler, list[str]]:
+    """The scaler of an engine with ``section`` that goes on from a checkpoint of one with ``saved``, and the log."""
+    config = {**make_config(1), "fp16": {"enabled": True}}
+    for fp16 in (saved, section):
+        engine = zerorun.initialize(nn.Linear(4, 4), {**config, "fp16": {"enabled": True, **fp16}})
+        if fp16 is saved:
+            engine.backward(engine(torch.ones(2, 4)).float().square().mean() * 1e30)
+            engine.step()
+            engine.save_checkpoint(folder)
+        else:
+            with logged() as lines:
+                engine.load_checkpoint(folder)
+        scaler = replace(engine.scaler)
+        engine.destroy()
+    return scaler, lines
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerorun").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("zerorun").removeHandler(handler)
+
+
+LOADED = {
+    "dynamic, goes on": ({"initial_scale_power": 14, "hysteresis": 3}, {"hysteresis": 4}, 2.0**14, "loss scale 16384"),
+    "static in place of dynamic": (
+        {"initial_scale_power": 14},
+        {"loss_scale": 128},
+        128.0,
+        "not its loss scale 16384, but 128",
+    ),
+    "dynamic in place of static": (
+        {"loss_scale": 128},
+        {"initial_scale_power": 9},
+        512.0,
+        "not its loss scale 128, but 512",
+    ),
+    "another static one": ({"loss_scale": 128}, {"loss_scale": 1024}, 1024.0, "not its loss scale 128, but 1024"),
+    "other limits": (
+        {"initial_scale_power": 5, "hysteresis": 4},
+        {"hysteresis": 2, "min_loss_scale": 64},
+        64.0,
+        "loss scale 64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_loaded_loss_scale_is_one_that_the_configuration_allows(name: str, tmp_path: Path) -> None:
+    saved, section, scale, words = LOADED[name]
+    ((scaler, lines),) = run_ranks(1, scale_after_load, saved, section, tmp_path)
+    section = {"loss_scale": 0, "hysteresis": 2, "min_loss_scale": 1, **section}
+    assert (scaler.scale, scaler.dynamic) == (scale, section["loss_scale"] == 0)
+    goes_on = scaler.dynamic and saved.get("loss_scale", 0) == 0
+    assert (scaler.steps, scaler.last_overflow) == ((1, 0) if goes_on else (0, -1))
+    if scaler.dynamic:
+        assert scaler.minimum == section["min_loss_scale"] and scaler.hysteresis == section["hysteresis"]
+        assert scaler.hysteresis_left == min(saved["hysteresis"] - 1 if goes_on else 2, section["hysteresis"])
+    (told,) = [line for line in lines if line.startswith("loaded ")]
+    assert words in told
 
 
 # -- autocast to fp16 --------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch import nn
 from training import make_config
 
 import zerorun
+from zerorun.errors import LossScaleError
 
 HALF = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "min_loss_scale": 2**-200}}
 OVERFLOWS = (False, True, True, False, True)
@@ -123,6 +124,64 @@ def test_after_ten_in_a_row_every_hundredth() -> None:
     ((_, lines),) = run_ranks(1, loop, "fp16", (False, *(True,) * 120, False, True))
     numbers = [int(line.split()[1]) for line in lines if "skipped" in line]
     assert numbers == [*range(2, 12), 101, 123]
+
+
+# -- a static loss scale -----------------------------------------------------------------------------------------
+
+STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
+
+
+def at_one_scale(section: dict[str, Any], bad_loss: bool) -> tuple[list[Any], list[torch.Tensor], list[str]]:
+    """(what the engine says after each step, weights after each step, warnings) at a loss scale that stays as it is."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(nn.Linear(4, 1), {**make_config(1), "fp16": {"enabled": True, **section}})
+    told, weights = [], []
+    with warnings() as lines:
+        for bad in OVERFLOWS:
+            loss = engine(torch.ones(2, 4)).float().sum()
+            factor = (float("inf") if bad_loss else 1e30) if bad and dist.get_rank() == 1 else 1.0
+            engine.backward(loss * factor)
+            engine.step()
+            told.append((engine.skipped_steps, engine.was_step_applied(), engine.loss_scale, engine.get_lr()))
+            weights += engine.state_dict().values()
+    engine.destroy()
+    return told, weights, lines
+
+
+@pytest.mark.parametrize("bad_loss", [False, True])
+def test_a_static_scale_skips_as_a_dynamic_one_does(bad_loss: bool) -> None:
+    dynamic = {"initial_scale_power": 7, "hysteresis": 100}
+    static, wanted = (run_ranks(2, at_one_scale, section, bad_loss) for section in ({"loss_scale": 128}, dynamic))
+    for (told, weights, _), (told_of_dynamic, weights_of_dynamic, _) in zip(static, wanted, strict=True):
+        assert told == told_of_dynamic and told[-1][0] == sum(OVERFLOWS)
+        assert all(torch.equal(a, b) for a, b in zip(weights, weights_of_dynamic, strict=True))
+    why = "gradients overflow in fp16 with the static loss scale 128; 10 such steps in a row are an error"
+    assert [line for line in static[0][2] if "skipped" in line] == [f"step {n} skipped: {why}" for n in (2, 3, 5)]
+
+
+def overflows_for_ever() -> tuple[int, str, bool]:
+    """(steps that were counted, the error, whether the weights are those of before)"""
+    engine = zerorun.initialize(nn.Linear(4, 1), {**make_config(3), **STATIC})
+    step(engine, False)
+    before, text = engine.state_dict(), ""
+    while not text and engine.global_steps < 30:
+        try:
+            step(engine, True)
+            engine.settle()
+        except LossScaleError as error:
+            text = str(error)
+    kept = all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+    found = engine.global_steps, text, kept
+    engine.destroy()
+    return found
+
+
+def test_ten_overflows_in_a_row_at_a_static_scale_are_an_error() -> None:
+    one, other = run_ranks(2, overflows_for_ever)
+    steps, text, kept = one
+    assert one == other and steps == 11 and kept
+    assert "static loss scale 128 in 10 steps in a row: set a smaller fp16.loss_scale, or 0 for a dynamic one" in text
+    assert "first in parameter 'bias' on rank 1 in micro-batch 0" in text
 
 
 def pipelined() -> tuple[list[float | None], bool, list[str]]:

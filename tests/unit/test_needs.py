@@ -36,10 +36,11 @@ def test_own_classes_are_tried(name: str) -> None:
     assert needs_of(None, f"own_optimizers.{name}", {"lr": 0.1}, [{}]) is FOUND[name]
     kind = getattr(own_optimizers, name)
     parameters = [torch.nn.Parameter(torch.ones(5, 3)), torch.nn.Parameter(torch.ones(5))]
-    client = kind([{"params": parameters[:1]}, {"params": parameters[1:], "momentum": 0.1}], lr=0.0)
-    assert needs_of(client, "", {}, client.param_groups) is FOUND[name], "a rate of 0 hides nothing"
-    assert not client.state and all(torch.equal(param, torch.ones_like(param)) for param in parameters)
-    assert [group["lr"] for group in client.param_groups] == [0.0, 0.0]
+    for rate in (0.0, torch.tensor(0.0)):
+        client = kind([{"params": parameters[:1]}, {"params": parameters[1:], "momentum": 0.1}], lr=rate)
+        assert needs_of(client, "", {}, client.param_groups) is FOUND[name], "a rate of 0 hides nothing"
+        assert not client.state and all(torch.equal(param, torch.ones_like(param)) for param in parameters)
+        assert [group["lr"] for group in client.param_groups] == [0.0, 0.0]
 
 
 # What a class must be told. A trial sees that scales do not go by elements; that blocks are whole is the layout's matter.

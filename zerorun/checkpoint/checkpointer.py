@@ -30,7 +30,6 @@ from .write import Destination
 from .write_plan import CAST, MASTER, MODEL
 
 T = TypeVar("T")
-_SCALER_STATE = ("scale", "hysteresis_left", "steps", "last_overflow")
 
 
 class TrainingRun(Protocol):
@@ -433,9 +432,7 @@ def _restore_counters(run: TrainingRun, manifest: Manifest, wanted: Wanted, tens
         run.lr_scheduler.load_state_dict(decode(manifest.scheduler, tensors))
         lines.append("schedule")
     if manifest.loss_scale is not None and run.config.scales_loss and wanted.optimizer:
-        for key in _SCALER_STATE:
-            setattr(run.scaler, key, manifest.loss_scale[key])
-        lines.append(f"loss scale {run.scaler.scale:g}")
+        lines.append(run.scaler.go_on_from(manifest.loss_scale))
     return lines
 
 

@@ -148,8 +148,8 @@ class CurvatureTaking(Tracing):
             estimates.forget()
 
     def _refuse_curvature(self) -> None:
-        """Gradients of an estimate are not finite. The next one may be, with a dynamic loss scale."""
-        if not self.history.scaler.dynamic:
+        """Gradients of an estimate are not finite. In fp16 those of the next one may be."""
+        if not self.config.scales_loss:
             raise NonFiniteError(
                 f"gradients of the curvature are NaN or infinite at step {self.global_steps}. Weights and curvature are "
                 "those before it. Remedy: look at the data of this step, or lower the learning rate."

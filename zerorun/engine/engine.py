@@ -177,14 +177,14 @@ class Engine(CurvatureTaking):
     def _note_loss(self, loss: torch.Tensor, weight: torch.Tensor | float = 1.0) -> None:
         """Remember a NaN or infinite loss for step(), where all ranks learn of it. A device finds out by itself.
 
-        With a dynamic loss scale it counts as an overflow. Losses of tensor ranks are noted for comparison.
+        With a loss scale it counts as an overflow. Losses of tensor ranks are noted for comparison.
         """
         self.accumulation.observe(loss, weight)
         if self.topology.same_batch > 1 and (on_host(self.device) or self.global_steps < COMPARED_STEPS):
             self.accumulation.compare(float(loss.detach()))
-        dynamic, notes, units = self.history.scaler.dynamic, self.accumulation.notes, self.sharded_model.units
+        scaled, notes, units = self.config.scales_loss, self.accumulation.notes, self.sharded_model.units
         if self.sharded_model.comm.queues:
-            self.accumulation.note_unread(None if dynamic else loss, weight)
+            self.accumulation.note_unread(None if scaled else loss, weight)
             if self.history.progress.applied_in == 0 and (name := find_released_use(loss, units)) is not None:
                 notes.released.append(name)
             return
@@ -196,7 +196,7 @@ class Engine(CurvatureTaking):
         name = find_released_use(loss, units)
         if name is not None:
             raise released_parameter(*name)
-        if not dynamic:
+        if not scaled:
             notes.bad_losses.append(self.accumulation.backwards)
 
     # -- accumulation --------------------------------------------------------------------------------------------

@@ -27,8 +27,9 @@ from .reports import LoopQueries, Reports
 # The largest relative difference between losses that ranks compute from the same activations.
 _APART = 1e-4
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")  # that a checkpoint stores
-# Training in bf16 ends after this many steps in a row without finite gradients: no loss scale can mend it.
-SKIPS_IN_A_ROW = 3
+# Training ends after so many steps in a row without finite gradients: in bf16, where no loss scale can mend it, and in fp16
+# with a static loss scale, which an overflow leaves as it is.
+SKIPS_IN_A_ROW, SKIPS_WITH_STATIC_SCALE = 3, 10
 # In fp16, the first SKIPS_TOLD skipped steps in a row are logged one by one; after that, one in SKIPS_BETWEEN is.
 SKIPS_TOLD, SKIPS_BETWEEN = 10, 100
 
@@ -271,7 +272,14 @@ class Outcomes(Reports, Counters, LoopQueries):
         scaler, unknown = self.history.scaler, self.history.unsettled is not None
         if scaler.dynamic:
             return scaler.at_minimum
-        return self.history.progress.skips_in_a_row + unknown >= SKIPS_IN_A_ROW - 1
+        return bool(self._most_skips) and self.history.progress.skips_in_a_row + unknown >= self._most_skips - 1
+
+    @property
+    def _most_skips(self) -> int:
+        """So many skipped steps in a row are an error. 0: a dynamic loss scale decides, or no step is skipped at all."""
+        if self.config.scales_loss:
+            return 0 if self.history.scaler.dynamic else SKIPS_WITH_STATIC_SCALE
+        return SKIPS_IN_A_ROW if self.config.bf16.enabled and self.config.bf16.check_grad_overflow else 0
 
     # -- the outcome of a step -----------------------------------------------------------------------------------
 
@@ -328,7 +336,7 @@ class Outcomes(Reports, Counters, LoopQueries):
     def _skip(self, step: UnsettledStep, outcome: Outcome) -> None:
         """Skip a step, and remember the error if that does not help.
 
-        A dynamic loss scale may help in fp16; in bf16, ``check_grad_overflow`` allows some skipped steps in a row.
+        A dynamic loss scale may help in fp16.
         """
         progress, notes, scaler = self.history.progress, step.notes, self.history.scaler
         if outcome.bad_losses:
@@ -337,15 +345,22 @@ class Outcomes(Reports, Counters, LoopQueries):
             self.history.fail(partial(self._raise_uncounted, partial(refuse_no_weight, outcome.weight)))
         else:
             progress.skip()
-            if scaler.dynamic:
-                return
-            bf16 = self.config.bf16
-            if bf16.enabled and bf16.check_grad_overflow and progress.skips_in_a_row < SKIPS_IN_A_ROW:
-                if is_rank_zero():
-                    what = "step %d skipped: gradients are NaN or infinite; %d such steps in a row are an error"
-                    logger.warning(what, self.global_steps, SKIPS_IN_A_ROW)
-                return
-            self.history.fail(partial(self._raise_not_finite, notes, step.not_finite()))
+            if not scaler.dynamic:
+                self._skip_without_help(step)
+
+    def _skip_without_help(self, step: UnsettledStep) -> None:
+        """No other loss scale will help: the next steps may go well, but not many of them may be skipped."""
+        most, scale = self._most_skips, self.history.scaler.scale
+        why = f"overflow in fp16 with the static loss scale {scale:g}" if self.config.scales_loss else "are NaN or infinite"
+        if self.history.progress.skips_in_a_row < most:
+            if is_rank_zero():
+                what = "step %d skipped: gradients %s; %d such steps in a row are an error"
+                logger.warning(what, self.global_steps, why, most)
+        elif self.config.scales_loss:
+            what = f"gradients {why} in {most} steps in a row: set a smaller fp16.loss_scale, or 0 for a dynamic one."
+            self.history.fail(partial(self._raise_no_scale, step.notes, what))
+        else:
+            self.history.fail(partial(self._raise_not_finite, step.notes, step.not_finite()))
 
     def _update_scale(self, notes: Notes, *, overflow: bool) -> None:
         scaler = self.history.scaler

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -55,6 +56,18 @@ class LossScaler:
             minimum=float(section.min_loss_scale),
             hysteresis_left=section.hysteresis,
         )
+
+    def go_on_from(self, saved: Mapping[str, Any]) -> str:
+        """Continue from the fields of a scaler that was ``saved``, if both are dynamic. Return what is to be told of it.
+
+        What the configuration says counts: a static scale, and the limits of a dynamic one.
+        """
+        if not (self.dynamic and saved.get("dynamic", True)):
+            return f"not its loss scale {saved['scale']:g}, but {self.scale:g} of the configuration"
+        self.scale = max(saved["scale"], self.minimum)
+        self.hysteresis_left = min(saved["hysteresis_left"], self.hysteresis)
+        self.steps, self.last_overflow = saved["steps"], saved["last_overflow"]
+        return f"loss scale {self.scale:g}"
 
     @property
     def at_minimum(self) -> bool:
