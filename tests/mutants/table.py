@@ -1906,6 +1906,14 @@ MUTANTS = (
         ("tests/ranks/test_skipped_steps.py::test_a_static_scale_skips_as_a_dynamic_one_does",),
     ),
     Mutant(
+        "large-gradients-are-called-infinite",
+        "bound",
+        "zerorun/distributed/transport/sums.py",
+        "        total = torch.stack([stretch.double().square().sum() for stretch in flat.split(STRETCH)]).sum()",
+        "        pass",
+        ("tests/ranks/test_non_finite.py::test_finite_gradients_are_finite_however_large",),
+    ),
+    Mutant(
         "a-setting-of-0-hides-what-an-optimizer-needs",
         "stale",
         "zerorun/optim/needs.py",

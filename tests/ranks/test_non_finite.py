@@ -161,3 +161,34 @@ def test_a_mean_of_nothing_is_explained() -> None:
         assert kind == "NonFiniteError"
         assert "Rank 1 gave micro-batch 0 a weight of 0" in text
         assert "clamp(min=1)" in text
+
+
+def huge_gradients(stage: int, offload: bool) -> tuple[float | None, dict[str, torch.Tensor]]:
+    """(the norm, weights after a step) of gradients whose squares are infinite in fp32; with torch alone at stage -1."""
+    torch.manual_seed(3)
+    model, x = torch.nn.Linear(8, 600), torch.randn(2, 8)
+    if stage < 0:
+        (model(x).square().mean() * 1e22).backward()
+        grads = [param.grad.double() for param in model.parameters() if param.grad is not None]
+        norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        for param, grad in zip(model.parameters(), grads, strict=True):
+            param.data -= (0.5 * grad / norm).float()
+        return norm.item(), model.state_dict()
+    changes = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}} if offload else {}
+    config = make_config(stage, clip=1.0, **changes)
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.5}}
+    engine = zerorun.initialize(model, config)
+    engine.backward(engine(x).square().mean() * 1e22)
+    engine.step()
+    found = engine.get_global_grad_norm(), engine.state_dict()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (2, False), (3, True)])
+def test_finite_gradients_are_finite_however_large(stage: int, offload: bool) -> None:
+    ((wanted, weights),) = run_ranks(1, huge_gradients, -1, False)
+    assert wanted is not None and wanted > 2e19
+    for norm, found in run_ranks(2, huge_gradients, stage, offload):
+        assert norm == pytest.approx(wanted, rel=1e-6)
+        torch.testing.assert_close(found, dict(weights), rtol=1e-6, atol=1e-7)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from ..device import CPU
 from ..layout import aligned_bytes
 
 # Elements that a sum reads from a peer at a time: few enough to be in the processor's cache when they are added.
@@ -130,4 +131,6 @@ def square_sum(flat: torch.Tensor) -> torch.Tensor:
     if whole:
         rows = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1)
         total = total + rows.double().square().sum()
+    if total.device.type == CPU and not torch.isfinite(total):  # squares of finite numbers above 1.8e19 are not, in fp32
+        total = torch.stack([stretch.double().square().sum() for stretch in flat.split(STRETCH)]).sum()
     return total
