@@ -1893,8 +1893,8 @@ MUTANTS = (
         "static-loss-scales-overflow-for-ever",
         "bound",
         "zerorun/engine/outcomes.py",
-        "        if self.history.progress.skips_in_a_row < most:",
-        "        if self.config.scales_loss or self.history.progress.skips_in_a_row < most:",
+        "            if may_skip and progress.skips_in_a_row < most:",
+        "            if self.config.fp16.enabled or (may_skip and progress.skips_in_a_row < most):",
         ("tests/ranks/test_skipped_steps.py::test_ten_overflows_in_a_row_at_a_static_scale_are_an_error",),
     ),
     Mutant(

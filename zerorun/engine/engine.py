@@ -182,7 +182,8 @@ class Engine(CurvatureTaking):
         self.accumulation.observe(loss, weight)
         if self.topology.same_batch > 1 and (on_host(self.device) or self.global_steps < COMPARED_STEPS):
             self.accumulation.compare(float(loss.detach()))
-        scaled, notes, units = self.config.scales_loss, self.accumulation.notes, self.sharded_model.units
+        notes, units = self.accumulation.notes, self.sharded_model.units
+        scaled = self.history.scaler.dynamic or self.config.fp16.enabled
         if self.sharded_model.comm.queues:
             self.accumulation.note_unread(None if scaled else loss, weight)
             if self.history.progress.applied_in == 0 and (name := find_released_use(loss, units)) is not None:

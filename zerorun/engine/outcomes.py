@@ -272,14 +272,8 @@ class Outcomes(Reports, Counters, LoopQueries):
         scaler, unknown = self.history.scaler, self.history.unsettled is not None
         if scaler.dynamic:
             return scaler.at_minimum
-        return bool(self._most_skips) and self.history.progress.skips_in_a_row + unknown >= self._most_skips - 1
-
-    @property
-    def _most_skips(self) -> int:
-        """So many skipped steps in a row are an error. 0: a dynamic loss scale decides, or no step is skipped at all."""
-        if self.config.scales_loss:
-            return 0 if self.history.scaler.dynamic else SKIPS_WITH_STATIC_SCALE
-        return SKIPS_IN_A_ROW if self.config.bf16.enabled and self.config.bf16.check_grad_overflow else 0
+        most = SKIPS_WITH_STATIC_SCALE if self.config.fp16.enabled else SKIPS_IN_A_ROW
+        return self.history.progress.skips_in_a_row + unknown >= most - 1
 
     # -- the outcome of a step -----------------------------------------------------------------------------------
 
@@ -336,7 +330,8 @@ class Outcomes(Reports, Counters, LoopQueries):
     def _skip(self, step: UnsettledStep, outcome: Outcome) -> None:
         """Skip a step, and remember the error if that does not help.
 
-        A dynamic loss scale may help in fp16.
+        A dynamic loss scale may help in fp16. With a static one, and in bf16 with ``check_grad_overflow``, some steps in a
+        row may be skipped.
         """
         progress, notes, scaler = self.history.progress, step.notes, self.history.scaler
         if outcome.bad_losses:
@@ -345,22 +340,22 @@ class Outcomes(Reports, Counters, LoopQueries):
             self.history.fail(partial(self._raise_uncounted, partial(refuse_no_weight, outcome.weight)))
         else:
             progress.skip()
-            if not scaler.dynamic:
-                self._skip_without_help(step)
-
-    def _skip_without_help(self, step: UnsettledStep) -> None:
-        """No other loss scale will help: the next steps may go well, but not many of them may be skipped."""
-        most, scale = self._most_skips, self.history.scaler.scale
-        why = f"overflow in fp16 with the static loss scale {scale:g}" if self.config.scales_loss else "are NaN or infinite"
-        if self.history.progress.skips_in_a_row < most:
-            if is_rank_zero():
-                what = "step %d skipped: gradients %s; %d such steps in a row are an error"
-                logger.warning(what, self.global_steps, why, most)
-        elif self.config.scales_loss:
-            what = f"gradients {why} in {most} steps in a row: set a smaller fp16.loss_scale, or 0 for a dynamic one."
-            self.history.fail(partial(self._raise_no_scale, step.notes, what))
-        else:
-            self.history.fail(partial(self._raise_not_finite, step.notes, step.not_finite()))
+            if scaler.dynamic:
+                return
+            bf16, why, most = self.config.bf16, "are NaN or infinite", SKIPS_IN_A_ROW
+            if self.config.fp16.enabled:
+                why, most = f"overflow in fp16 with the static loss scale {scaler.scale:g}", SKIPS_WITH_STATIC_SCALE
+            may_skip = self.config.fp16.enabled or (bf16.enabled and bf16.check_grad_overflow)
+            if may_skip and progress.skips_in_a_row < most:
+                if is_rank_zero():
+                    what = "step %d skipped: gradients %s; %d such steps in a row are an error"
+                    logger.warning(what, self.global_steps, why, most)
+                return
+            if self.config.fp16.enabled:
+                what = f"gradients {why} in {most} steps in a row: set a smaller fp16.loss_scale, or 0 for a dynamic one."
+                self.history.fail(partial(self._raise_no_scale, notes, what))
+                return
+            self.history.fail(partial(self._raise_not_finite, notes, step.not_finite()))
 
     def _update_scale(self, notes: Notes, *, overflow: bool) -> None:
         scaler = self.history.scaler
