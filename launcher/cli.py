@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -28,13 +29,15 @@ if TYPE_CHECKING:
     from .job_plan import JobOptions, LaunchRequest
 
 USAGE_STATUS = 2  # the job was refused before a worker was started
+_MODE = "ZERORUN_AS_DEEPSPEED"
 _CONFIG_OPTIONS = ("--config", "--deepspeed_config", "--deepspeed-config")
 _ENV_FILES = (".deepspeed_env", ".zerorun_env")  # in the home directory, then in the current one; later ones win
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line ``argv`` and return the exit status."""
+def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
+    """Run the command line ``argv`` and return the exit status. ``defaults``: of options, by their ``dest``."""
     parser = build_parser()
+    parser.set_defaults(**defaults)
     args = parse_args(parser, sys.argv[1:] if argv is None else argv)
     try:
         return _launch(args)
@@ -44,6 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE_STATUS
     except KeyboardInterrupt:  # before a worker was started
         return 130
+
+
+def main_as_deepspeed(argv: Sequence[str] | None = None) -> int:
+    """What the ``deepspeed`` command of an installed DeepSpeed runs in the mode."""
+    return main(argv, local_rank_arg=True)
 
 
 def _launch(args: argparse.Namespace) -> int:
@@ -253,7 +261,7 @@ def make_request(
         hosts=tuple(hosts),
         python=args.python or sys.executable,
         omp_threads=args.omp_threads or (int(inherited) if inherited.isdecimal() else None),
-        pass_local_rank=args.local_rank_arg,
+        pass_local_rank=_passes_local_rank(args, environment),
         terminal_columns=shutil.get_terminal_size().columns if _stderr_is_terminal() else None,
         bind_cores=args.bind_cores or args.bind_core_list is not None,
         core_list=args.bind_core_list,
@@ -263,6 +271,20 @@ def make_request(
         restarts=args.max_restarts,
         spares=args.spares or 0,
     )
+
+
+def in_deepspeed_mode(args: argparse.Namespace, environment: Mapping[str, str]) -> bool:
+    """Return True if ``import deepspeed`` gives zerorun in the workers."""
+    told = dict(args.export).get(_MODE) or environment.get(_MODE)
+    return told not in (None, "", "0")
+
+
+def _passes_local_rank(args: argparse.Namespace, environment: Mapping[str, str]) -> bool:
+    """Return True if the script gets --local_rank=N. In the mode it does if it has the option: others would refuse it."""
+    if args.local_rank_arg is not None or not in_deepspeed_mode(args, environment):
+        return bool(args.local_rank_arg)
+    path = Path(f"{args.target.replace('.', '/')}.py") if args.module else Path(args.target)
+    return path.is_file() and re.search(rb"[\"']--local_rank\b", path.read_bytes()) is not None
 
 
 def _stderr_is_terminal() -> bool:

@@ -69,7 +69,13 @@ def _add_worker_options(add: Callable[..., None]) -> None:
         help="bind each worker to its share of the host's cores, those of one NUMA node together",
     )
     add("--bind-core-list", type=_cores, metavar="0-7,16", help="the cores to bind to; implies --bind-cores")
-    add("--local-rank-arg", action="store_true", help="give the script --local_rank=N, as deepspeed does")
+    add(
+        "--local-rank-arg",
+        action="store_true",
+        default=None,
+        help="give the script --local_rank=N, as deepspeed does (the default with --as-deepspeed if it has that option)",
+    )
+    add("--no-local-rank", dest="local_rank_arg", action="store_false", default=None, help="give it none")
     add(
         "--export",
         action="append",

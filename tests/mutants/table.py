@@ -2858,6 +2858,22 @@ MUTANTS = (
         ("tests/unit/test_launched.py::test_how_many_ranks_are_here",),
     ),
     Mutant(
+        "scripts-that-do-not-know-it-get-the-local-rank",
+        "rank",
+        "launcher/cli.py",
+        '    return path.is_file() and re.search(rb"[\\"\']--local_rank\\b", path.read_bytes()) is not None',
+        "    return path.is_file()",
+        ("tests/unit/test_launcher_hosts.py::test_who_is_given_the_local_rank",),
+    ),
+    Mutant(
+        "arguments-keep-the-local-rank-of-one-process",
+        "stale",
+        "zerorun/deepspeed/entry.py",
+        "    args.local_rank = int(told)",
+        "",
+        ("tests/unit/test_deepspeed_mode.py::test_arguments_have_the_local_rank_after_initialize",),
+    ),
+    Mutant(
         "other-hosts-wait-for-a-supervisor",
         "wait",
         "zerorun/watch/sidecars.py",

@@ -24,6 +24,15 @@ def test_a_script_may_have_its_own_local_rank() -> None:
     assert plain.local_rank == 1
 
 
+def test_the_local_rank_is_that_of_the_launcher_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it scripts made for DeepSpeed choose whether they are one of several processes."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for told, found in ((None, -1), ("2", 2)):
+        if told is not None:
+            monkeypatch.setenv("LOCAL_RANK", told)
+        assert zerorun.add_config_arguments(argparse.ArgumentParser()).parse_args([]).local_rank == found
+
+
 def test_scripts_made_for_deepspeed_find_their_arguments() -> None:
     def parsed(*line: str, **own: str) -> argparse.Namespace:
         parser = argparse.ArgumentParser()

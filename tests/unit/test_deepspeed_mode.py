@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import patience, start_script
+from harness import patience, start_ranks, start_script
 
 from zerorun.deepspeed.surface import MISSING, SURFACE, missing_reason, target_of
 
@@ -85,6 +85,25 @@ for _ in range(2):
     deepspeed.initialize(model=torch.nn.Linear(4, 3), config=settings)
 """
     assert run(BEGIN + text, tmp_path).stderr.count("DeepSpeed info: version=0.19.8, the names of zerorun") == 2
+
+
+TELLS_LOCAL_RANK = """
+import torch, deepspeed
+from types import SimpleNamespace
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
+for rank in (-1, 0):
+    args = SimpleNamespace(local_rank=rank)
+    deepspeed.initialize(args, torch.nn.Linear(4, 3), config=config)
+    print(args.local_rank)
+"""
+
+
+def test_arguments_have_the_local_rank_after_initialize(tmp_path: Path) -> None:
+    """As in DeepSpeed. A script that has gone by -1 until then is warned, if it is one of several ranks."""
+    with start_ranks(2, BEGIN + TELLS_LOCAL_RANK) as scripts:
+        found = [script.finish(120 * patience()) for script in scripts]
+    assert [(code, said.split()) for code, said, _ in found] == [(0, ["0", "0"]), (0, ["1", "1"])], found
+    assert [errors.count("args.local_rank was -1") for *_, errors in found] == [1, 0]
 
 
 def test_without_the_mode_there_is_no_trace(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from harness import patience
 
 import zerorun
+from zerorun.deepspeed.surface import target_of
 from zerorun.errors import LaunchError
 from zerorun.launcher import chosen_hosts, cli, dump
 from zerorun.launcher.agent import Agent
@@ -501,6 +502,40 @@ def test_the_deepspeed_mode_reaches_all_workers(folder: Path) -> None:
     chosen = plan("-H", "hosts", "--as-deepspeed", "--export=LAKE=deep")
     assert chosen.exports["ZERORUN_AS_DEEPSPEED"] == "1" and chosen.exports["LAKE"] == "deep"
     assert "ZERORUN_AS_DEEPSPEED" not in plan("-H", "hosts").exports
+
+
+OWN_OPTION = "parser.add_argument('--local_rank', type=int, default=-1)"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "variables", "given"),
+    [
+        (OWN_OPTION, ("--as-deepspeed",), {}, True),
+        (OWN_OPTION, (), {"ZERORUN_AS_DEEPSPEED": "1"}, True),
+        (OWN_OPTION, (), {"ZERORUN_AS_DEEPSPEED": "0"}, False),
+        (OWN_OPTION, (), {}, False),
+        (OWN_OPTION, ("--as-deepspeed", "--no_local_rank"), {}, False),
+        ("print(args.local_rank, '--local_ranks')", ("--as-deepspeed",), {}, False),  # it would not know the option
+        ("", ("--as-deepspeed", "--local-rank-arg"), {}, True),
+        ("", ("--local_rank_arg",), {}, True),
+    ],
+)
+def test_who_is_given_the_local_rank(
+    folder: Path, text: str, options: tuple[str, ...], variables: dict[str, str], given: bool
+) -> None:
+    (folder / "train.py").write_text(text)
+    argv = plan("--nproc=2", *options, environment=variables).workers[1].argv
+    assert argv[2:] == (("train.py", "--local_rank=1") if given else ("train.py",))
+
+
+@pytest.mark.parametrize(("options", "given"), [((), ["--local_rank=0"]), (("--no_local_rank",), [])])
+def test_the_deepspeed_command_gives_the_local_rank_to_all(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], given: list[str]
+) -> None:
+    main = target_of("deepspeed.launcher.runner", "main")
+    assert main(["--num_gpus=1", "--dry-run=json", *options, "train.py", "7"]) == 0
+    worker = json.loads(capsys.readouterr().out)["nodes"][0]["workers"][0]
+    assert worker["argv"][2:] == ["train.py", *given, "7"]
 
 
 def test_this_host_is_reached_as_others_are_if_that_is_wanted(folder: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
+
+from ..watch.launched import launched
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -24,7 +27,10 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         group.add_argument("--deepspeed", action="store_true", help="accepted for DeepSpeed's scripts; has no effect")
     if not _has(parser, "--local_rank"):
         group.add_argument(
-            "--local_rank", type=int, default=-1, help="accepted for DeepSpeed's launcher; LOCAL_RANK counts"
+            "--local_rank",
+            type=int,
+            default=int(launched(os.environ).get("LOCAL_RANK", -1)),
+            help="of DeepSpeed's launcher (default: what this rank's launcher tells, or -1)",
         )
     return parser
 

@@ -18,9 +18,9 @@ from ..distributed.transport import process_group
 from ..engine.engine import Engine
 from ..engine.initialize import initialize as make_engine
 from ..errors import ConfigError, ConfigProblem, StepError, TopologyError
-from ..log import is_rank_zero, script_logger
+from ..log import is_rank_zero, script_logger, warn_once
 from ..startup.inputs import config_of
-from ..watch.launched import world_size_in
+from ..watch.launched import launched, world_size_in
 from .leniency import as_deepspeed_reads
 from .param_grad import show_gradients
 from .parameters import show_placeholders
@@ -74,7 +74,22 @@ def initialize(
         ways = {name: _while_it_lives(getattr(engine, name)) for name in ("offload_states", "reload_states")}
         engine.sharded.give_methods(**ways)
     _engines.append(weakref.ref(engine))
+    _tell_local_rank(args)
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _tell_local_rank(args: Any) -> None:
+    """Let the script's arguments have this rank's number on its host from now on, as DeepSpeed does."""
+    told = launched(os.environ).get("LOCAL_RANK")
+    if told is None or not hasattr(args, "local_rank"):
+        return
+    if args.local_rank == -1 and dist.get_world_size() > 1:
+        warn_once(
+            f"args.local_rank was -1 before initialize(), as in a single process, though there are {dist.get_world_size()} "
+            "ranks: what the script has chosen by it, such as a sampler, may be the same on all. Remedy: start with "
+            "`zerorun --local-rank-arg`, or let the script read LOCAL_RANK."
+        )
+    args.local_rank = int(told)
 
 
 def _while_it_lives(method: Callable[..., None]) -> Callable[..., None]:

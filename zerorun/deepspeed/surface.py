@@ -129,7 +129,9 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.constants": _names(deepspeed__helpers="TORCH_DISTRIBUTED_DEFAULT_PORT CROSS_RANK CROSS_SIZE"),
     "deepspeed.git_version_info": _names(deepspeed__surface="version=VERSION"),
     "deepspeed.launcher": {},
-    "deepspeed.launcher.runner": _names(deepspeed__helpers="DEEPSPEED_ENVIRONMENT_NAME", launcher__cli="main"),
+    "deepspeed.launcher.runner": _names(
+        deepspeed__helpers="DEEPSPEED_ENVIRONMENT_NAME", launcher__cli="main=main_as_deepspeed"
+    ),
     "deepspeed.moe": {},
     "deepspeed.moe.utils": _names(
         deepspeed__parameters="is_moe_param split_params_into_different_moe_groups_for_optimizer"
