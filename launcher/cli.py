@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 USAGE_STATUS = 2  # the job was refused before a worker was started
 _MODE = "ZERORUN_AS_DEEPSPEED"
+# Keys of which a configuration has one. A file of the script's own has none of them, whatever else it has.
+_TELLING = frozenset(("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"))
 _CONFIG_OPTIONS = ("--config", "--deepspeed_config", "--deepspeed-config")
 _ENV_FILES = (".deepspeed_env", ".zerorun_env")  # in the home directory, then in the current one; later ones win
 
@@ -58,7 +60,7 @@ def _launch(args: argparse.Namespace) -> int:
     if args.asks_jobs:
         return _ask_jobs(args)
     if not args.no_config_check:
-        check_config(args.target_args)
+        check_config(args.target_args, in_mode=in_deepspeed_mode(args, os.environ))
     if args.sbatch:
         return _submit(args)
     from .carriers import CARRIERS  # here, so that --help does not pay for it
@@ -323,27 +325,41 @@ def _parse_env_file(path: Path) -> dict[str, str]:
     return found
 
 
-def config_argument(script_args: Sequence[str]) -> str | None:
-    """The ``.json`` file among the script's arguments that looks like a zerorun or DeepSpeed configuration."""
+def config_argument(script_args: Sequence[str]) -> tuple[str, str] | None:
+    """The option and the ``.json`` file, among the script's arguments, that look like a configuration of zerorun's."""
     for index, arg in enumerate(script_args):
         name, equals, value = arg.partition("=")
         if name in _CONFIG_OPTIONS:
             value = value if equals else next(iter(script_args[index + 1 : index + 2]), "")
             if value.endswith(".json"):
-                return value
+                return name, value
     return None
 
 
-def check_config(script_args: Sequence[str]) -> None:
-    """Refuse a configuration that cannot work: once, before the start, instead of later on every rank."""
-    path = config_argument(script_args)
-    if path is None:
-        return
-    if not os.path.isfile(path):
-        raise LaunchError(f"configuration file not found: {path}")
-    from zerorun.config import load_config  # here, so that --help does not pay for it
+def check_config(script_args: Sequence[str], *, in_mode: bool) -> None:
+    """Refuse a configuration that cannot work: once, before the start, instead of later on every rank.
 
-    load_config(path)
+    What the script may replace is not looked at, such as the section ``optimizer``; ``in_mode``, nor is what DeepSpeed
+    ignores.
+    """
+    found = config_argument(script_args)
+    if found is None:
+        return
+    option, path = found
+    after = "\nRemedy: as said there, or --no-config-check if the script does with the file as it should."
+    if not os.path.isfile(path):
+        raise LaunchError(f"configuration file not found: {path}. Remedy: mend the path, or use --no-config-check.")
+    from zerorun.config import load_config  # here, so that --help does not pay for it
+    from zerorun.config.leniency import as_deepspeed_reads
+    from zerorun.config.source import read_source
+
+    try:
+        raw, _ = read_source(path)
+        if option == "--config" and not _TELLING.intersection(raw):  # many scripts have another kind of file there
+            return
+        load_config(as_deepspeed_reads(raw) if in_mode else path, optimizer_given=True, scheduler_given=True)
+    except ConfigError as error:
+        raise LaunchError(f"{ConfigError(error.problems, path)}{after}") from None
 
 
 if __name__ == "__main__":

@@ -2858,6 +2858,22 @@ MUTANTS = (
         ("tests/unit/test_launched.py::test_how_many_ranks_are_here",),
     ),
     Mutant(
+        "every-file-of-config-is-ours",
+        "swallowed",
+        "launcher/cli.py",
+        '        if option == "--config" and not _TELLING.intersection(raw):  # many scripts have another kind of file there',
+        "        if False:",
+        ("tests/unit/test_launcher.py::test_what_initialize_takes_is_not_refused",),
+    ),
+    Mutant(
+        "the-mode-is-checked-as-strictly",
+        "swallowed",
+        "launcher/cli.py",
+        "        load_config(as_deepspeed_reads(raw) if in_mode else path, optimizer_given=True, scheduler_given=True)",
+        "        load_config(path, optimizer_given=True, scheduler_given=True)",
+        ("tests/unit/test_launcher.py::test_what_initialize_takes_is_not_refused",),
+    ),
+    Mutant(
         "scripts-that-do-not-know-it-get-the-local-rank",
         "rank",
         "launcher/cli.py",
@@ -3272,7 +3288,7 @@ MUTANTS = (
     Mutant(
         "auto-switches-are-left-to-be-chosen",
         "swallowed",
-        "zerorun/deepspeed/leniency.py",
+        "zerorun/config/leniency.py",
         '        if isinstance(section, dict) and section.get("enabled") == AUTO:',
         '        if isinstance(section, dict) and section.get("enabled") == "automatic":',
         ("tests/unit/test_deepspeed_mode.py", "-k", "auto_switches"),

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import sys
-import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 
 import zerorun
-from zerorun.errors import ConfigError, ConfigProblem, LaunchError
+from zerorun.errors import LaunchError
 from zerorun.launcher import chosen_hosts, cli, facts, failures, screen
 from zerorun.launcher.hosts import Host
 from zerorun.launcher.job_plan import (
@@ -263,33 +262,55 @@ def test_dry_run_json(script: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("args", "path"),
     [
-        (["--config", "a.json"], "a.json"),
-        (["--lr", "1", "--deepspeed_config=b.json"], "b.json"),
-        (["--deepspeed_config", "b.json", "--x"], "b.json"),
+        (["--config", "a.json"], ("--config", "a.json")),
+        (["--lr", "1", "--deepspeed_config=b.json"], ("--deepspeed_config", "b.json")),
+        (["--deepspeed_config", "b.json", "--x"], ("--deepspeed_config", "b.json")),
         (["--config", "a.yaml"], None),
         (["--config"], None),
         (["--config="], None),
         (["a.json"], None),
     ],
 )
-def test_config_argument(args: list[str], path: str | None) -> None:
+def test_config_argument(args: list[str], path: tuple[str, str] | None) -> None:
     assert cli.config_argument(args) == path
 
 
-def test_bad_config_starts_nothing(
-    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load_config(path: str) -> None:
-        raise ConfigError([ConfigProblem("zero_optimization.stage", 7, "not a stage.", "Use 0 to 3.")], path)
+@pytest.mark.parametrize("option", ["--config", "--deepspeed_config"])
+def test_bad_config_starts_nothing(script: str, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    Path("ds.json").write_text('{"zero_optimization": {"stage": 7}}')
+    for mode in ((), ("--as-deepspeed",)):
+        assert cli.main(["--dry-run", *mode, script, option, "ds.json"]) == 2
+        shown = capsys.readouterr()
+        assert "ds.json: 1 problem" in shown.err and "zero_optimization.stage = 7" in shown.err and shown.out == ""
+        assert "or --no-config-check" in shown.err
+    assert cli.main(["--dry-run", "--no-config-check", script, option, "ds.json"]) == 0
 
-    fake = types.ModuleType("zerorun.config")
-    fake.load_config = load_config  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "zerorun.config", fake)
-    Path("ds.json").write_text("{}")
-    assert cli.main(["--dry-run", script, "--deepspeed_config", "ds.json"]) == 2
-    shown = capsys.readouterr()
-    assert "zero_optimization.stage = 7" in shown.err and shown.out == ""
-    assert cli.main(["--dry-run", "--no-config-check", script, "--deepspeed_config", "ds.json"]) == 0
+
+IGNORED = '{"train_batch_size": 2, "my_key": 1, "fp16": {"enabled": 0}}'
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "status"),
+    [
+        (IGNORED, ("--as-deepspeed", "train.py", "--deepspeed_config"), 0),
+        (IGNORED, ("--as-deepspeed", "train.py", "--config"), 0),
+        (IGNORED, ("train.py", "--deepspeed_config"), 2),
+        ('{"hidden_size": 64, "num_layers": 2}', ("train.py", "--config"), 0),  # of the script's model
+        ('{"hidden_size": 64, "num_layers": 2}', ("train.py", "--deepspeed_config"), 2),
+        ('{"hidden_size": 64, "train_batch_size": 2}', ("train.py", "--config"), 2),
+        (
+            '{"train_batch_size": 2, "optimizer": {"type": "MyOwn"}, "scheduler": {"type": "Mine"}}',
+            ("train.py", "--config"),
+            0,
+        ),
+        ('{"train_batch_size": 2, "optimizer": 3}', ("train.py", "--config"), 2),
+    ],
+)
+def test_what_initialize_takes_is_not_refused(
+    script: str, capsys: pytest.CaptureFixture[str], text: str, arguments: tuple[str, ...], status: int
+) -> None:
+    Path("ds.json").write_text(text)
+    assert cli.main(["--dry-run", *arguments, "ds.json"]) == status, capsys.readouterr().err
 
 
 def test_missing_config_starts_nothing(script: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import zerorun
 
+from ..config.leniency import as_deepspeed_reads
 from ..config.parse import Config, data_parallel_degree, load_config, resolve
 from ..distributed.transport import process_group
 from ..engine.engine import Engine
@@ -21,7 +22,6 @@ from ..errors import ConfigError, ConfigProblem, StepError, TopologyError
 from ..log import is_rank_zero, script_logger, warn_once
 from ..startup.inputs import config_of
 from ..watch.launched import launched, world_size_in
-from .leniency import as_deepspeed_reads
 from .param_grad import show_gradients
 from .parameters import show_placeholders
 from .surface import VERSION

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-from ..config.fields import Section, section_of
-from ..config.reader import AUTO, is_comment
-from ..config.schema import Config
-from ..config.source import read_source
 from ..log import info_once
+from .fields import Section, section_of
+from .reader import AUTO, is_comment
+from .schema import Config
+from .source import read_source
 
 # Sections in which DeepSpeed looks for keys one by one. In the others it refuses what it does not know, as zerorun does.
 _LOOKED_THROUGH = (
