@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from zerorun.errors import ZerorunError
 
@@ -22,16 +22,22 @@ _warned: set[str] = set()
 
 
 class _RankFormatter(logging.Formatter):
-    """Adds the rank to records. It is read when a record is formatted, so that importing zerorun needs no process group."""
+    """Adds the rank to records. It is asked for when a record is formatted, so that importing zerorun needs no group."""
 
     def format(self, record: logging.LogRecord) -> str:
-        record.rank = os.environ.get("RANK", "0")
+        record.rank = own_rank()
         return super().format(record)
 
 
 def setup_logging(level: int = logging.INFO) -> None:
-    """Give the zerorun logger a handler on stderr, unless the program configured logging itself."""
+    """Give the zerorun logger a handler on stderr, unless the program configured logging itself.
+
+    Then its handlers get the lines. The level WARNING of the root logger does not keep them back: ``logging.basicConfig()``
+    leaves it so, and nobody would see what the configuration asks to be printed.
+    """
     if logger.handlers or logging.getLogger().handlers:
+        if logger.level == logging.NOTSET and logging.getLogger().level == logging.WARNING:
+            logger.setLevel(level)
         return
     handler = logging.StreamHandler()
     handler.setFormatter(_RankFormatter("[zerorun rank %(rank)s] %(levelname)s: %(message)s"))
@@ -42,7 +48,15 @@ def setup_logging(level: int = logging.INFO) -> None:
 
 def is_rank_zero() -> bool:
     """True on the one rank that speaks for the job."""
-    return os.environ.get("RANK", "0") == "0"
+    return own_rank() == 0
+
+
+def own_rank() -> int:
+    """This rank's number, by the process group if there is one: a script may have made it without a launcher's RANK."""
+    dist: Any = sys.modules.get("torch.distributed")  # a line of text is no reason to import torch
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return int(dist.get_rank())
+    return int(os.environ.get("RANK", "0"))
 
 
 def info_once(message: str) -> None:

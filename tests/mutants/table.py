@@ -1472,6 +1472,22 @@ MUTANTS = (
         ("tests/ranks/test_checkpoint_contents.py::test_a_loader_that_knows_its_position",),
     ),
     Mutant(
+        "basic-config-hides-what-the-file-asks-for",
+        "swallowed",
+        "zerorun/log.py",
+        "            logger.setLevel(level)",
+        "            pass",
+        ("tests/unit/test_log.py",),
+    ),
+    Mutant(
+        "every-rank-of-a-scripts-own-group-speaks",
+        "rank",
+        "zerorun/log.py",
+        "        return int(dist.get_rank())",
+        '        return int(os.environ.get("RANK", "0"))',
+        ("tests/ranks/test_monitors.py::test_one_rank_speaks_in_a_group_of_the_scripts_own",),
+    ),
+    Mutant(
         "loss-scale-grows-a-step-late",
         "bound",
         "zerorun/optim/loss_scaler.py",

@@ -23,7 +23,7 @@ from test_bad_input import attempt
 from training import make_config, make_engine
 
 import zerorun
-from zerorun.log import setup_logging
+from zerorun.log import _RankFormatter, is_rank_zero, own_rank, setup_logging
 from zerorun.monitors import monitor
 from zerorun.watch.board import PAGE, board, show_slow
 
@@ -225,6 +225,18 @@ def told(config: dict[str, Any], prefix: str = "step ") -> list[str]:
     finally:
         logging.getLogger("zerorun").removeHandler(handler)
     return [line for line in records if line.startswith(prefix)]
+
+
+def speaker() -> tuple[int, bool, str]:
+    """Of a rank whose group the script has made, without a launcher's RANK."""
+    record = logging.LogRecord("zerorun", logging.INFO, __file__, 1, "text", None, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RANK")
+        return own_rank(), is_rank_zero(), _RankFormatter("%(rank)s %(message)s").format(record)
+
+
+def test_one_rank_speaks_in_a_group_of_the_scripts_own() -> None:
+    assert run_ranks(2, speaker) == [(0, True, "0 text"), (1, False, "1 text")]
 
 
 def test_lines_of_progress() -> None:

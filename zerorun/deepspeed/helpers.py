@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 import logging
-import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..distributed.device import default_device, on_host
-from ..log import is_rank_zero, script_logger, warn_once
+from ..log import is_rank_zero, own_rank, script_logger, warn_once
 from ..watch.launched import local_rank
 from .accelerator import get_accelerator
 
@@ -41,8 +40,7 @@ class OffloadDeviceEnum(str, enum.Enum):
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log ``message`` on the given ranks; on all of them for None or [-1]."""
-    rank = int(os.environ.get("RANK", "0"))
-    if ranks is None or -1 in ranks or rank in ranks:
+    if ranks is None or -1 in ranks or own_rank() in ranks:
         script_logger.log(level, "%s", message)
 
 

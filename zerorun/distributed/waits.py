@@ -26,6 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from ..log import own_rank
 from ..watch.board import ALL, Span, board
 
 # Seconds after which a wait is reported, unless $ZERORUN_WAIT_NOTICE_S says otherwise; 0: never.
@@ -112,8 +113,9 @@ def _say(entry: waiting, now: float) -> None:
     if absent:
         who = f" Rank {absent[0]} has" if len(absent) == 1 else f" Ranks {', '.join(map(str, absent))} have"
         who += " not come."
-    rank = os.environ.get("RANK", "0")
-    line = f"[zerorun rank {rank}] has been waiting for {now - entry.begun:.0f} s, since {since}: {entry.what}.{who}\n"
+    line = (
+        f"[zerorun rank {own_rank()}] has been waiting for {now - entry.begun:.0f} s, since {since}: {entry.what}.{who}\n"
+    )
     sys.stderr.write(line)
     sys.stderr.flush()
 

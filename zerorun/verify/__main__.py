@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Sequence
 
 from ..engine.initialize import initialize
 from ..errors import ZerorunError
-from ..log import positive
+from ..log import is_rank_zero, positive
 from ..startup.model_factory import function_from
 from .verification import Verification
 
@@ -22,15 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line on this rank and return the exit status, which is the same on all ranks."""
     given = build_parser().parse_args(arguments)
     sys.path.insert(0, "")
-    began, speaks = time.perf_counter(), os.environ.get("RANK", "0") == "0"
+    began = time.perf_counter()
     try:
         function = function_from(given.function)
         verdict = Verification(function, given.config, initialize, given.steps, given.blocks, given.seed).run()
     except ZerorunError as error:
-        if speaks:
+        if is_rank_zero():
             print(f"zerorun verify: {error}", file=sys.stderr)
         return REFUSED
-    if speaks:
+    if is_rank_zero():
         print(verdict.text + (f" ({time.perf_counter() - began:.1f} s)" if verdict.equal else ""), flush=True)
     return 0 if verdict.equal else DIFFERS
 
