@@ -1488,6 +1488,14 @@ MUTANTS = (
         ("tests/ranks/test_monitors.py::test_one_rank_speaks_in_a_group_of_the_scripts_own",),
     ),
     Mutant(
+        "a-misspelt-collective-is-not-told",
+        "swallowed",
+        "zerorun/config/rules.py",
+        "        if not any(part_of_label(name) in kind for kind in _COUNTED):",
+        "        if not name:",
+        ("tests/unit/test_config.py", "-k", "counted"),
+    ),
+    Mutant(
         "loss-scale-grows-a-step-late",
         "bound",
         "zerorun/optim/loss_scaler.py",

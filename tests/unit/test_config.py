@@ -66,6 +66,13 @@ def notes_of(source: dict[str, Any]) -> dict[str, str]:
 # Sources
 
 
+def test_a_file_in_hjson_is_told_how_to_become_json(tmp_path: Path) -> None:
+    path = tmp_path / "ds.hjson"
+    path.write_text("{\n  train_batch_size: 8\n}")
+    with pytest.raises(ConfigError, match=r"line 2, column 3.*double quotes.*hjson -j makes JSON"):
+        load_config(path)
+
+
 def test_file_with_comments_and_trailing_commas(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text('{ // one\n "train_batch_size": 8, # two\n /* three */ "zero_optimization": {"stage": 2,},\n}')
@@ -387,6 +394,10 @@ def test_mics_becomes_the_shard_degree() -> None:
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "bf16.enabled"),
         ({"torch_autocast": {"enabled": True}, "bf16": {"enabled": True}}, "torch_autocast.enabled"),
         ({"fp16": {"enabled": True, "loss_scale": 1, "min_loss_scale": 2}}, "fp16.min_loss_scale"),
+        (
+            {"data_types": {"keep_in_fp32_modules": ["norm"], "buffer_dtype": "bf16"}},
+            "data_types.keep_in_fp32_modules",
+        ),
         ({"amp": {"enabled": True}}, "amp"),
         ({"amp": {"enabled": "auto"}}, "amp.enabled"),
         (
@@ -589,6 +600,13 @@ def test_zero_warmup_and_per_group_rates() -> None:
         ),
         ({"torch_autocast": {"enabled": False, "dtype": "fp16"}}, "torch_autocast.dtype"),
         ({"torch_autocast": {"dtype": "fp16"}}, "torch_autocast"),
+        ({"disable_python_gc": True}, "disable_python_gc"),
+        ({"data_types": {"keep_in_fp32_modules": ["norm"]}}, "data_types.keep_in_fp32_modules"),
+        ({"compile": {"enabled": True, "autoep_non_moe": True}}, "compile.autoep_non_moe"),
+        ({"compile": {"enabled": True, "offload_activation_pin_memory": True}}, "compile.offload_activation_pin_memory"),
+        ({"tensor_parallel": {"vocab_parallel_ce_backend": "liger"}}, "tensor_parallel.vocab_parallel_ce_backend"),
+        ({"tensor_parallel": {"kernel_inject": True}}, "tensor_parallel.replace_with_kernel_inject"),
+        ({"tensor_parallel": {"vocab_parallel_lm_head": True}}, "tensor_parallel.vocab_parallel_loss"),
     ],
 )
 def test_keys_with_nothing_to_do_are_noted(source: dict[str, Any], key: str | None) -> None:
@@ -597,7 +615,42 @@ def test_keys_with_nothing_to_do_are_noted(source: dict[str, Any], key: str | No
     assert key is None or key in notes
 
 
+def test_the_head_of_deepspeed_is_the_divided_loss() -> None:
+    for given in (True, False, None):
+        section = load_config({"tensor_parallel": {"size": 2, "vocab_parallel_lm_head": given}}).tensor_parallel
+        assert section.vocab_parallel_loss is bool(given)
+
+
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"prof_all": False, "prof_ops": ["all_gathr"]}, ("prof_ops: ", "'all_gathr'", 'Did you mean "all_gather"')),
+        ({"prof_all": False, "prof_ops": ["irecv"]}, ("prof_ops: ", "'irecv'", "all_gather, all_reduce, broadcast")),
+        ({"prof_all": False}, ("comms_logger.prof_all", "no collective is counted")),
+        ({"prof_ops": ["all_gather"]}, ("comms_logger.prof_ops", "all collectives are counted")),
+        ({"prof_all": False, "prof_ops": ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"]}, ()),
+        ({"prof_all": False, "enabled": False}, ()),
+    ],
+)
+def test_it_is_told_which_collectives_are_not_counted(section: dict[str, Any], words: tuple[str, ...]) -> None:
+    notes = notes_of({"comms_logger": {"enabled": True, **section}})
+    text = "".join(f"{key}: {reason}" for key, reason in notes.items())
+    assert len(notes) == bool(words)
+    assert all(word in text for word in words), text
+
+
+def test_what_divides_kept_activations_is_named() -> None:
+    notes = notes_of({"activation_checkpointing": {"partition_activations": True}, "tensor_parallel": {"size": 2}})
+    assert notes == {
+        "activation_checkpointing.partition_activations": "tensor_parallel.sequence_parallel divides between tensor ranks "
+        "what is kept."
+    }
+
+
 def test_what_happens_anyway_is_not_noted() -> None:
+    assert not notes_of({"data_types": {"keep_in_fp32_modules": "auto", "buffer_dtype": "bf16"}})
+    assert not notes_of({"data_types": {"keep_in_fp32_modules": []}, "disable_python_gc": False})
+    assert not notes_of({"tensor_parallel": {"vocab_parallel_ce_backend": "torch"}})
     zero = {
         "stage": 1,
         "contiguous_gradients": True,

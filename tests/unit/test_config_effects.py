@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +128,64 @@ def test_keys_that_are_read_occur_in_the_source(table: dict[str, str], configura
     source = source_of(configuration)
     names = {key.rpartition(".")[2] for key in dotted(table)}
     assert not [name for name in names if not re.search(rf'\.{name}\b|"{name}"', source)]
+
+
+# Prints section -> keys that DeepSpeed takes: of its models, and of what it looks up at the top level and in data_types.
+_OF_DEEPSPEED = """
+import json, re, warnings
+warnings.simplefilter("ignore")
+from deepspeed.comm.config import CommsLoggerConfig
+from deepspeed.compile.config import CompileConfig
+from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.runtime import config, constants
+from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+
+models = {
+    "zero_optimization": DeepSpeedZeroConfig,
+    "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+    "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+    "fp16": DeepSpeedFP16Config,
+    "bf16": DeepSpeedBF16Config,
+    "tensorboard": TensorBoardConfig,
+    "wandb": WandbConfig,
+    "csv_monitor": CSVConfig,
+    "comet": CometConfig,
+    "comms_logger": CommsLoggerConfig,
+    "compile": CompileConfig,
+    "tensor_parallel": TPTrainingConfig,
+}
+found = {name: [field.alias or key for key, field in kind.model_fields.items()] for name, kind in models.items()}
+source = open(config.__file__).read()
+for name, pattern in {
+    "": r"get_scalar_param\\(param_dict, ([A-Z_0-9]+)",
+    "data_types": r"data_types_params.get\\(([A-Z_0-9]+)",
+}.items():
+    found[name] = [getattr(constants, word) for word in re.findall(pattern, source)]
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.nightly
+def test_every_key_of_deepspeed_is_known() -> None:
+    if importlib.util.find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    environment = {key: value for key, value in os.environ.items() if key != "ZERORUN_AS_DEEPSPEED"}
+    done = subprocess.run([sys.executable, "-c", _OF_DEEPSPEED], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found[""]) > 10 and len(found["data_types"]) > 3
+    unknown = []
+    for path, keys in found.items():
+        section: type[Section] = Config
+        for word in filter(None, path.split(".")):
+            kind = section_of(section.fields_by_key()[word])
+            assert kind is not None
+            section = kind
+        unknown += [f"{path}.{key}" for key in keys if key not in section.spellings() and key not in section.features]
+    assert not unknown
 
 
 def test_features_have_a_reason_and_are_no_fields() -> None:

@@ -341,14 +341,14 @@ def test_what_scripts_ask_of_an_engine(tmp_path: Path) -> None:
 import torch, deepspeed
 model = torch.nn.Linear(4, 3)
 model.bias.requires_grad_(False)
-settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}},
+settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {}}, "disable_python_gc": True,
             "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}},
             "zero_optimization": {"stage": 2, "zero_hpz_partition_size": 0, "compute_grad_norm": False}}
 engine, *_ = deepspeed.initialize(model=model, config=settings)
 print(engine.optimizer_name(), engine.scheduler_name(), engine.dynamic_loss_scale(), engine.get_data_parallel_rank())
 print(list(engine.module_state_dict(exclude_frozen_parameters=True)), list(engine.module_state_dict(prefix="a.")))
 moved = [engine.to("cpu"), engine.to(torch.device("cpu"), torch.float32), engine.to(torch.ones(1))]
-print([one is engine for one in moved])
+print([one is engine for one in moved], engine.collect_python_gc() >= 0, engine.config.disable_python_gc)
 for action in (lambda: engine.to("meta"), lambda: engine.to(torch.float16), lambda: engine.nothing_like_it,
                lambda: deepspeed.zero.Init(param_swapper=object())):
     try:
@@ -362,7 +362,7 @@ engine, *_ = deepspeed.initialize(model=model, optimizer=own,
 print(engine.optimizer_name(), engine.scheduler_name())
 """
     *found, to, dtype, lacks, swapper, names = printed(BEGIN + text, tmp_path, ZERORUN_DEVICE="cpu")
-    assert found == ["adamw WarmupLR True 0", "['weight'] ['a.weight', 'a.bias']", "[True, True, True]"]
+    assert found == ["adamw WarmupLR True 0", "['weight'] ['a.weight', 'a.bias']", "[True, True, True] True True"]
     assert "engine.to('meta'): the engine is on cpu" in to and "the engine trains in torch.float32" in dtype
     assert lacks.startswith("AttributeError neither zerorun's engine nor the model, a Linear, has an attribute 'nothing_")
     assert swapper.startswith("ModelError zero.Init(param_swapper=object)") and names == "SGD None"

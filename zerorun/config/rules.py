@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from zerorun.config.fields import NOT_ENABLED, ConfigNote, Inert, OnlyStages, Refused, Section
 from zerorun.config.params import Adam8bitParams, find_kind, wrong_name
 from zerorun.config.schema import Config
-from zerorun.errors import ConfigProblem
+from zerorun.config.sections import part_of_label
+from zerorun.errors import ConfigProblem, did_you_mean
+
+_COUNTED = ("all-gather", "all-reduce", "broadcast", "reduce-scatter")  # what labels of collectives say
 
 
 def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> list[ConfigProblem]:
@@ -15,7 +18,7 @@ def find_contradictions(config: Config, params: list[tuple[str, Section]]) -> li
     problems = [problem for path, section in _sections(config, "") for problem in _refused_values(section, path)]
     problems += [problem for path, section in params for problem in _refused_values(section, path)]
     rules = (_precision, _masters, _loss_scale, _offload, _shard_degree, _zeropp, _compile, _names, _checkpoint, _parallel)
-    for rule in rules:
+    for rule in (*rules, _buffers):
         problems += rule(config)
     return problems
 
@@ -157,6 +160,14 @@ def _checkpoint(config: Config) -> Iterator[ConfigProblem]:
         yield ConfigProblem("checkpoint.asynchronous", True, reason, remedy)
 
 
+def _buffers(config: Config) -> Iterator[ConfigProblem]:
+    section = config.data_types
+    if section.keep_in_fp32_modules and section.buffer_dtype not in (None, "fp32"):
+        reason = f"buffer_dtype casts all floating-point buffers to {section.buffer_dtype}."
+        remedy = "Remove data_types.buffer_dtype: then all keep their own dtype."
+        yield ConfigProblem("data_types.keep_in_fp32_modules", list(section.keep_in_fp32_modules), reason, remedy)
+
+
 def tensor_sizes(config: Config) -> dict[str, int]:
     """Return every key for the tensor-parallel degree, with its value."""
     section = config.tensor_parallel
@@ -207,7 +218,7 @@ def collect_notes(config: Config) -> tuple[ConfigNote, ...]:
     found = [(path, section) for path, section in _sections(config, "") if not path or path[:-1] in written]
     notes = [note for path, section in found for note in _section_notes(config, section, path, written)]
     rules = (_clipping_note, _unit_notes, _static_scale_notes, _adam_note, _params_notes, _recompute_notes)
-    for rule in (*rules, _offload_notes, _tensor_notes, _autocast_note, _rounding_notes):
+    for rule in (*rules, _offload_notes, _tensor_notes, _autocast_note, _rounding_notes, _counted_notes):
         notes += rule(config)
     return tuple(notes)
 
@@ -291,6 +302,24 @@ def _tensor_notes(config: Config) -> Iterator[ConfigNote]:
     if max(context_sizes(config).values()) == 1:
         for key in written_in_vain(config, "context_parallel", ("method", "in_evaluation")):
             yield ConfigNote(key, "sequence_parallel_size is 1.")
+
+
+def _counted_notes(config: Config) -> Iterator[ConfigNote]:
+    """Note where ``comms_logger`` counts other collectives than one expects."""
+    section, key = config.comms_logger, "comms_logger.prof_ops"
+    if not section.enabled:
+        return
+    if section.prof_all:
+        if section.prof_ops:
+            yield ConfigNote(key, "all collectives are counted, unless prof_all is false.")
+        return
+    if not section.prof_ops:
+        yield ConfigNote("comms_logger.prof_all", "no collective is counted: it is false, and prof_ops names none.")
+    for name in section.prof_ops:
+        if not any(part_of_label(name) in kind for kind in _COUNTED):
+            near = did_you_mean(part_of_label(name), _COUNTED).replace("-", "_")
+            kinds = ", ".join(_COUNTED).replace("-", "_")
+            yield ConfigNote(key, f"no collective is counted as {name!r}. {near or f'There are {kinds}.'}")
 
 
 def _autocast_note(config: Config) -> Iterator[ConfigNote]:

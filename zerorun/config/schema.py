@@ -169,6 +169,9 @@ class Config(Section):
     timers: Timers = Timers()
     dump_state: Annotated[Flag, Inert("python -m zerorun.config prints the resolved configuration.", False)] = False
     log_level: Annotated[Text, Inert('set logging.getLogger("zerorun").setLevel(...) in the program.')] = ""
+    disable_python_gc: Annotated[
+        Flag, Inert("Python collects garbage as the program has it: gc.disable() and gc.collect() are its own.", False)
+    ] = False
     vocabulary_size: Annotated[Int, Inert("the vocabulary is read from the model.")] = 0
     disable_allgather: Annotated[Flag, Inert("no version of DeepSpeed in use reads it either.")] = False
 

@@ -176,6 +176,9 @@ class DataTypes(Section):
     """If given, it must be the dtype that fp16 and bf16 imply."""
     buffer_dtype: Dtype | None = None
     """That of floating-point buffers, which is rarely wise: rotary tables are rounded. By default they keep their own."""
+    keep_in_fp32_modules: Annotated[
+        tuple[Text, ...], Inert("buffers keep their own dtype, whatever that of parameters is.", unless=())
+    ] = ()
 
 
 class OffloadOptimizer(Section):
@@ -393,7 +396,7 @@ class ActivationCheckpointing(Section):
     cpu_checkpointing: Flag = False
     """Keep in host memory the activations that these blocks keep for backward."""
     partition_activations: Annotated[
-        Flag, Inert("it divides activations between tensor-parallel ranks, and there is one.", unless=False)
+        Flag, Inert("tensor_parallel.sequence_parallel divides between tensor ranks what is kept.", unless=False)
     ] = False
     contiguous_memory_optimization: Annotated[
         Flag, Inert("what is kept is not copied on the device, and buffers in host memory are reused.", unless=False)
@@ -478,8 +481,16 @@ class TensorParallel(Section):
     preset_model: Annotated[Text, _BY_PLAN] = ""
     partition_config: Annotated[dict[str, Any], _BY_PLAN] = Field(default_factory=dict)
     injection_policy_tuple: Annotated[list[Any], _BY_PLAN] = Field(default_factory=list)
+    vocab_parallel_ce_backend: Annotated[Text, Inert("the loss of divided logits is zerorun's own.", unless="torch")] = (
+        "torch"
+    )
     keep_module_on_host: Annotated[Flag, Inert("offload_param keeps parameters on the host.", unless=False)] = False
     replace_with_kernel_inject: Annotated[Flag, Inert("no layer is replaced by an inference kernel.", unless=False)] = False
+
+    other_names: ClassVar[dict[str, str]] = {
+        "kernel_inject": "replace_with_kernel_inject",
+        "vocab_parallel_lm_head": "vocab_parallel_loss",
+    }
 
 
 class ContextParallel(Section):
@@ -714,6 +725,11 @@ class CommsLogger(Section):
     debug: Annotated[Flag, Inert("labels always say what a collective is for.", unless=False)] = False
 
 
+def part_of_label(collective: str) -> str:
+    """Return what the labels of a collective have in them. ``collective``: torch's name of it."""
+    return collective.removesuffix("_into_tensor").removesuffix("_tensor").replace("_", "-")
+
+
 class Throughput(Section):
     """``timers.throughput``."""
 
@@ -733,6 +749,7 @@ class Compile(Section):
     enabled: Flag = False
     """Apply `torch.compile` to the repeated blocks, as `engine.compile()` does."""
     disable: Annotated[Flag, Inert('"enabled" decides.', unless=True)] = False
+    autoep_non_moe: Annotated[Flag, Inert("repeated blocks are compiled, whatever is in them.", unless=False)] = False
     backend: Text = "inductor"
     """The backend, as torch.compile names it."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
@@ -742,6 +759,7 @@ class Compile(Section):
     free_activation: Annotated[Flag, _DEEPCOMPILE] = False
     free_activation_threshold: Annotated[Int, Inert(_DEEPCOMPILE.reason)] = 0
     offload_activation: Annotated[Flag, _DEEPCOMPILE] = False
+    offload_activation_pin_memory: Annotated[Flag, Inert(_DEEPCOMPILE.reason)] = True
     offload_opt_states: Annotated[Flag, _DEEPCOMPILE] = False
     offload_parameters: Annotated[Flag, _DEEPCOMPILE] = False
     double_buffer: Annotated[Flag, Inert(_DEEPCOMPILE.reason)] = True

@@ -99,7 +99,10 @@ def _json_remedy(text: str, position: int) -> str:
         return "Use double quotes."
     if position and text[position : position + 1] == '"':
         return "Put a comma between the entries."
-    return "Correct the JSON there; comments (// or #) and trailing commas are fine, keys need double quotes."
+    return (
+        "Correct the JSON there; comments (// or #) and trailing commas are fine. Keys and texts need double quotes, and "
+        "entries commas: of a file in HJSON, the command hjson -j makes JSON."
+    )
 
 
 def _object(pairs: list[tuple[str, Any]]) -> _Object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from ..engine.engine import Engine
@@ -26,6 +27,11 @@ def dynamic_loss_scale(engine: Engine) -> bool:
     return engine.config.fp16.loss_scale == 0
 
 
+def collect_python_gc(engine: Engine) -> int:
+    """Let Python collect garbage, and return how many objects it has found."""
+    return gc.collect()
+
+
 def get_data_parallel_rank(engine: Engine) -> int:
     """This rank's number among those with different data."""
     return engine.topology.data_parallel_rank
@@ -48,5 +54,6 @@ def module_state_dict(
 
 def name_engines() -> None:
     """Give engines these methods. The mode does it at ``import deepspeed``."""
-    for method in (optimizer_name, scheduler_name, dynamic_loss_scale, get_data_parallel_rank, module_state_dict):
+    ways = (optimizer_name, scheduler_name, dynamic_loss_scale, get_data_parallel_rank, module_state_dict)
+    for method in (*ways, collect_python_gc):
         setattr(Engine, method.__name__, method)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..config.sections import CommsLogger
+from ..config.sections import CommsLogger, part_of_label
 from ..distributed.stopwatch import Interval, Stopwatch, covered
 from ..distributed.transport.communicator import Communicator
 from ..log import in_bytes
@@ -178,9 +178,7 @@ class CommunicationTable:
         return lines if self._section.verbose else []
 
     def _wants(self, label: str) -> bool:
-        plain = (name.removesuffix("_into_tensor").removesuffix("_tensor") for name in self._section.prof_ops)
-        names = [name.replace("_", "-") for name in plain]
-        return self._section.prof_all or any(name in label for name in names)
+        return self._section.prof_all or any(part_of_label(name) in label for name in self._section.prof_ops)
 
     def lines(self, report: dict[str, dict[str, int]]) -> list[str]:
         """``report``: the calls and bytes so far, by label. The bandwidth is at least that shown: it may be hidden."""
