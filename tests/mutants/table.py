@@ -984,6 +984,22 @@ MUTANTS = (
         ("tests/ranks/test_topology_groups.py::test_every_replica_of_a_pipeline_has_the_weights_of_all_stages",),
     ),
     Mutant(
+        "blocks-of-other-modules-are-alike",
+        "swallowed",
+        "zerorun/tensor_parallel/kinds.py",
+        '        yield (name, ""), type(module)',
+        "",
+        ("tests/unit/test_tensor_parallel_plans.py", "-k", "computes_in_another_way and module"),
+    ),
+    Mutant(
+        "one-division-is-tried-out-for-all",
+        "swallowed",
+        "zerorun/tensor_parallel/infer.py",
+        '            key = kind, tuple(replace(entry, pattern="") for entry in relative.entries)',
+        "            key = kind",
+        ("tests/unit/test_tensor_parallel_plans.py", "-k", "divides_in_other_ways"),
+    ),
+    Mutant(
         "globals-hide-parameters",
         "swallowed",
         "zerorun/pipeline/hidden_parameters.py",

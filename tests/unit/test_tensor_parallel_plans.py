@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from zerorun.errors import ModelError
-from zerorun.tensor_parallel import infer_plan, make_plan, parallelize
+from zerorun.tensor_parallel import infer, infer_plan, make_plan, parallelize
 from zerorun.tensor_parallel.collectives import Region
 from zerorun.tensor_parallel.describe import bytes_per_rank, describe
 from zerorun.tensor_parallel.heads import Heads
@@ -456,3 +458,85 @@ def test_weights_that_are_computed_are_refused() -> None:
     nn.utils.parametrizations.weight_norm(model.blocks[0].up)  # type: ignore[union-attr, arg-type]
     with pytest.raises(ModelError, match=r"blocks\.0\.up .*weight is a parameter, and not computed"):
         make_plan(model, PAIR, 2)
+
+
+# -- blocks of one class that compute differently ----------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """A block whose middle works on each column by itself, unless it is ``told`` otherwise."""
+
+    def __init__(self, place: int, told: str) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm_type, self.wide, self.number, self.rate = "none", False, 0, 0.1 * place
+        self.act: nn.Module = nn.Softmax(-1) if told == "module" else nn.GELU()
+        self.function: Any = functools.partial(torch.softmax, dim=-1) if told == "partial" else torch.tanh
+        self.inner: Any = (lambda x: x.softmax(-1)) if told == "function" else (lambda x: x * self.rate)
+        self.steps = [torch.relu, functional.softmax] if told == "list" else [torch.relu]
+        self.chosen = self.across if told == "method" else self.along
+        self.place = place
+        self.options = SimpleNamespace(across=told == "object")
+        if told in ("norm_type", "wide", "number"):
+            setattr(self, told, {"norm_type": "softmax", "wide": True, "number": 3}[told])
+        if told == "hook":
+            self.act.register_forward_hook(lambda module, args, output: output.softmax(-1))
+        if told == "forward":
+            self.forward = self.other_forward  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.chosen(self.act(self.up(x)))
+        for step in (self.function, self.inner, *self.steps):
+            h = step(h, -1) if step is functional.softmax else step(h)
+        looks = self.norm_type == "softmax" or self.wide or self.number or self.options.across
+        return x + self.down(self.across(h) if looks else h)  # type: ignore[no-any-return]
+
+    def other_forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.across(self.up(x)))  # type: ignore[no-any-return]
+
+    def along(self, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+    def across(self, h: torch.Tensor) -> torch.Tensor:
+        return h.softmax(-1)
+
+
+class MixedStack(nn.Module):
+    def __init__(self, *told: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Mixed(place, each) for place, each in enumerate(told))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+WAYS = ("module", "partial", "function", "list", "method", "object", "norm_type", "wide", "number", "hook", "forward")
+
+
+@pytest.mark.parametrize("told", WAYS)
+def test_each_block_that_computes_in_another_way_is_tried_out(told: str) -> None:
+    model, given = MixedStack("", "", told), {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    with pytest.raises(ModelError, match=r"Mixed \(blocks.2\).*differs in the output"):
+        plan_of(model, given, 2)
+    with pytest.raises(ModelError, match=r"(?s)Mixed \(blocks.2\).*differs in the output"):
+        infer_plan(model, 2)
+    fits = {f"blocks.{place}.{own}": style for place in range(2) for own, style in (("up", "colwise"), ("down", "rowwise"))}
+    assert len(plan_of(model, fits, 2).entries) == 4
+
+
+def test_blocks_that_differ_in_their_place_and_rates_alone_are_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
+    prove = infer._prove
+    monkeypatch.setattr(infer, "_prove", lambda model, name, size: (tried.append(name), prove(model, name, size))[1])
+    assert infer_plan(MixedStack(*[""] * 5), 2) == {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    assert tried == ["blocks.0", "blocks.1"]  # the rate of the first is 0
+
+
+def test_blocks_that_a_given_plan_divides_in_other_ways_are_each_tried_out() -> None:
+    model = Stack("blocks", 4, 4)
+    right = {"blocks.*.attention.out": "rowwise", "blocks.0.attention.qkv": "fused_colwise"}
+    plan_of(model, {**right, "blocks.1.attention.qkv": "fused_colwise"}, 2)
+    with pytest.raises(ModelError, match=r"blocks.1.*differs"):
+        plan_of(model, {**right, "blocks.1.attention.qkv": "colwise"}, 2)

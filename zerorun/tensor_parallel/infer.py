@@ -4,7 +4,7 @@
 Blocks are the items of the outermost ModuleLists (and Sequentials of modules with children). The linear layers of a block
 are read in order. One or more layers, followed by one that restores the width, form a column- and row-parallel group: an
 attention if they have the names of its projections, else an MLP. Other layers stay whole. A fused query-key-value layer
-may hold three blocks, or query, key and value of one head after the other: both are tried. Every class of blocks is then
+may hold three blocks, or query, key and value of one head after the other: both are tried. Every kind of blocks is then
 proven by proof.py. A model without such lists is one block, in which a row-parallel layer need not restore the width. In
 Hugging Face models, embedding and head are divided by vocabulary. In others they stay whole, because nothing tells
 whether their weights are also used in another way.
@@ -13,13 +13,14 @@ whether their weights are also used in another way.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from torch import nn
 
 from ..errors import ModelError
 from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
+from .kinds import kinds_of
 from .layers import computes_by_itself, is_transposed
 from .pairs import norms_of_heads
 from .planning import linear_sizes, make_plan
@@ -69,14 +70,15 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, Style]:
     proven: dict[object, dict[str, Style]] = {}
     for container in _containers(model):
         names = [f"{container}.{name}" for name, _ in model.get_submodule(container).named_children()]
-        kinds = [_kind(model.get_submodule(name)) for name in names]
-        for name, kind in zip(names, kinds, strict=True):
+        plans = []
+        for name, kind in zip(names, kinds_of([model.get_submodule(name) for name in names]), strict=True):
             if kind not in proven:
                 proven[kind] = _prove(model, name, size)
-        alike = len(set(kinds)) == 1
-        for name, kind in zip(names, kinds, strict=True):
+            plans.append(proven[kind])
+        alike = all(found == plans[0] for found in plans)
+        for name, found in zip(names, plans, strict=True):
             prefix = f"{container}.*" if alike else name
-            plan |= {f"{prefix}.{own}": style for own, style in proven[kind].items()}
+            plan |= {f"{prefix}.{own}": style for own, style in found.items()}
     if not plan:
         if not any(True for _ in _linears(model)):
             raise ModelError(f"no plan can be inferred for {type(model).__name__}: it has no linear layers. {_REMEDY}")
@@ -93,14 +95,17 @@ def prove_given(model: nn.Module, plan: ParallelPlan) -> None:
     divided = [entry.name for entry in plan.entries if entry.style in COLUMN]
     proven: set[object] = set()
     for container in _containers(model):
-        for own, block in model.get_submodule(container).named_children():
+        blocks = dict(model.get_submodule(container).named_children())
+        for (own, block), kind in zip(blocks.items(), kinds_of(list(blocks.values())), strict=True):
             name = f"{container}.{own}"
-            if _kind(block) in proven or not any(other.startswith(name + ".") for other in divided):
+            relative = plan.within(name)
+            key = kind, tuple(replace(entry, pattern="") for entry in relative.entries)
+            if key in proven or not any(other.startswith(name + ".") for other in divided):
                 continue
-            proven.add(_kind(block))
+            proven.add(key)
             width = next((layer.width for layer in _linears(block) if f"{name}.{layer.name}" in divided), 0)
             call = capture(model, block, width)
-            found = difference(block, plan.within(name), call, width) if call is not None else None
+            found = difference(block, relative, call, width) if call is not None else None
             if found is not None and not found.startswith(NOT_ALONE):
                 raise ModelError(
                     f"{type(block).__name__} ({name}), divided by the plan over {plan.size} ranks, {found}. Remedy: leave "
@@ -127,11 +132,6 @@ def _linears(block: nn.Module) -> Iterator[_Linear]:
     for name, module in block.named_modules():
         if name and (isinstance(module, nn.Linear) or is_transposed(module)) and not computes_by_itself(module):
             yield _Linear(name, *linear_sizes(name, module, "colwise"))
-
-
-def _kind(block: nn.Module) -> object:
-    """Return a key that is equal for blocks that compute the same."""
-    return type(block), tuple((name, tuple(param.shape)) for name, param in block.named_parameters())
 
 
 def _prove(model: nn.Module, name: str, size: int) -> dict[str, Style]:
