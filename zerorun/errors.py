@@ -64,6 +64,10 @@ class StepError(ZerorunError, RuntimeError):
     """The training loop called the engine in an order, or with a value, that makes no sense."""
 
 
+class VocabularyError(ZerorunError, IndexError):
+    """A token id or a label is outside a vocabulary that is divided over ranks."""
+
+
 class ReleasedParameterError(ZerorunError, RuntimeError):
     """A parameter was used while its full value was not on this rank."""
 

@@ -1000,6 +1000,22 @@ MUTANTS = (
         ("tests/unit/test_tensor_parallel_plans.py", "-k", "divides_in_other_ways"),
     ),
     Mutant(
+        "labels-below-the-vocabulary",
+        "swallowed",
+        "zerorun/tensor_parallel/vocabulary.py",
+        "    fits = (indices >= 0) & (indices < vocabulary)",
+        "    fits = indices < vocabulary",
+        ("tests/unit/test_tensor_parallel_layers.py", "-k", "outside_the_vocabulary"),
+    ),
+    Mutant(
+        "one-label-too-many",
+        "bound",
+        "zerorun/tensor_parallel/vocabulary.py",
+        "    fits = (indices >= 0) & (indices < vocabulary)",
+        "    fits = (indices >= 0) & (indices <= vocabulary)",
+        ("tests/unit/test_tensor_parallel_layers.py", "-k", "outside_the_vocabulary"),
+    ),
+    Mutant(
         "globals-hide-parameters",
         "swallowed",
         "zerorun/pipeline/hidden_parameters.py",

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from zerorun.distributed.tensor_shard import TensorShard, even_range, fused_ranges, partial_of, shards_of
-from zerorun.errors import ModelError
+from zerorun.errors import ModelError, VocabularyError
 from zerorun.tensor_parallel.collectives import Region, gather_sequence, split_sequence
 from zerorun.tensor_parallel.convert import convert as make_parallel
 from zerorun.tensor_parallel.layers import (
@@ -241,6 +241,51 @@ def test_cross_entropy_equals_torch(reduction: str, size: int) -> None:
         torch.testing.assert_close(loss.flatten(), expected.flatten())
         torch.testing.assert_close(grad, wanted.grad[..., low:high])  # type: ignore[index]
         assert sent == {"tensor: cross-entropy": 3 * 15 * 4 * (size - 1)}
+
+
+@pytest.mark.parametrize("outside", (10, 12, -1, -99))
+def test_what_is_outside_the_vocabulary_is_an_error_on_all_ranks_as_in_one_process(outside: int) -> None:
+    table, indices = nn.Embedding(10, 4), torch.tensor([[3, outside], [9, 0]])
+    logits = torch.randn(4, 10)
+    for whole in (lambda: table(indices), lambda: functional.cross_entropy(logits, indices.flatten())):
+        with pytest.raises(IndexError):
+            whole()
+
+    def work(axis: ThreadAxis) -> None:
+        mine, own = copy.deepcopy(table), even_range(10, axis.rank, 3)
+        make_vocab_parallel(mine, Region(axis))
+        with pytest.raises(IndexError, match=rf"token ids \[{outside}\] outside the vocabulary: there are 0 to 9. Remedy"):
+            mine(indices)
+        with pytest.raises(VocabularyError, match=rf"labels \[{outside}\] outside.*, and -100 for what does not count"):
+            vocab_parallel_cross_entropy(logits[:, slice(*own)], indices.flatten(), axis, 10)
+
+    on_threads(3, work)
+
+
+def test_what_counts_as_ignored_is_not_outside_the_vocabulary() -> None:
+    logits, targets = torch.randn(4, 10), torch.tensor([1, -7, 25, 9])
+
+    def work(axis: ThreadAxis) -> torch.Tensor:
+        own = logits[:, slice(*even_range(10, axis.rank, 2))]
+        return torch.stack(
+            [
+                vocab_parallel_cross_entropy(own, targets.where(targets != other, known), axis, 10, ignore_index=known)
+                for known, other in ((-7, 25), (25, -7))
+            ]
+        )
+
+    kept = torch.tensor([0, 3])
+    for losses in on_threads(2, work):
+        torch.testing.assert_close(losses, functional.cross_entropy(logits[kept], targets[kept]).expand(2))
+
+
+@pytest.mark.parametrize("option", ({"scale_grad_by_freq": True}, {"max_norm": 1.0}, {"sparse": True}))
+def test_embeddings_that_look_at_whole_rows_or_their_uses_are_refused(option: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, **option))
+    with pytest.raises(ModelError, match="scale_grad_by_freq"):
+        make_plan(model, {"0": "embedding_rowwise"}, 2)
+    with pytest.raises(ModelError, match="scale_grad_by_freq"):
+        on_threads(2, lambda axis: make_vocab_parallel(copy.deepcopy(model[0]), Region(axis)))
 
 
 def test_cross_entropy_refuses_whole_logits() -> None:

@@ -22,6 +22,7 @@ from ..plan.weights import PLAIN, kind_of
 from ..zero.init import part_of, refuse_partitioned
 from .axis import Axis
 from .collectives import Region, gather_columns, split_columns
+from .vocabulary import check_inside
 
 
 class Parallel:
@@ -129,11 +130,12 @@ class VocabParallelEmbedding(Parallel, nn.Embedding):
         make_vocab_parallel(self, region)
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        check_inside(indices, self.whole_sizes["num_embeddings"], "token ids")
         low, high = self.tensor_shards["weight"].ranges[0]
         elsewhere = (indices < low) | (indices >= high)
         own = (indices - low).masked_fill(elsewhere, 0)
         padding = self.padding_idx - low if self.padding_idx is not None and low <= self.padding_idx < high else None
-        found = functional.embedding(own, self.weight, padding, scale_grad_by_freq=self.scale_grad_by_freq)
+        found = functional.embedding(own, self.weight, padding)
         return self.region.leave(found.masked_fill(elsewhere.unsqueeze(-1), 0))
 
 
@@ -162,17 +164,21 @@ def make_row_parallel(layer: nn.Module, region: Region, own: Ranges, *, split_in
 
 
 def make_vocab_parallel(layer: nn.Module, region: Region) -> None:
-    """Let ``layer`` keep only its part of the table. Raises ModelError unless it is an nn.Embedding without max_norm and
-    sparse gradients."""
+    """Let ``layer`` keep only its part of the table. Raises ModelError unless it is an nn.Embedding, and a plain one."""
     if not isinstance(layer, nn.Embedding):
         raise ModelError(f"an nn.Embedding is needed for a vocabulary-parallel embedding, got {type(layer).__name__}.")
-    if layer.max_norm is not None or layer.sparse:
+    if not is_plain_embedding(layer):
         raise ModelError(
-            "an embedding with max_norm, or with sparse gradients, cannot be divided over tensor-parallel ranks. "
-            "Remedy: leave it out of the plan, or make it without max_norm and with sparse=False."
+            "an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot be divided over tensor-parallel "
+            "ranks. Remedy: leave it out of the plan, or make it without these."
         )
     own = (even_range(layer.num_embeddings, region.axis.rank, region.axis.size),)
     _convert(layer, VocabParallelEmbedding, region, {"weight": (0, own)}, ("num_embeddings",))
+
+
+def is_plain_embedding(layer: nn.Module) -> bool:
+    """True for an embedding whose rows can be divided: nothing is done to rows, or with the number of their uses."""
+    return isinstance(layer, nn.Embedding) and not (layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse)
 
 
 def restore(layer: nn.Module) -> None:

@@ -11,6 +11,7 @@ from ..distributed.tensor_shard import even_range
 from ..errors import ModelError
 from .axis import Axis
 from .collectives import end_region
+from .vocabulary import check_inside
 
 
 def vocab_parallel_cross_entropy(
@@ -27,7 +28,8 @@ def vocab_parallel_cross_entropy(
     ``vocabulary``: number of all classes. ``targets`` are whole and the same on all tensor ranks. The loss is computed in
     fp32. For each token, each rank sends the others 3 fp32 numbers: its largest logit, the sum of exponentials relative to
     that, and the target's logit if it has it. ``reduction``: "mean" over targets that are not ``ignore_index``, "sum" or
-    "none". Raises ModelError for logits of another size than this rank's part.
+    "none". Raises ModelError for logits of another size than this rank's part, and VocabularyError for targets that are no
+    class.
     """
     end_region(axis)  # the layer that gave the logits has entered, and nothing else leaves
     low, high = even_range(vocabulary, axis.rank, axis.size)
@@ -38,6 +40,7 @@ def vocab_parallel_cross_entropy(
         )
     if reduction not in ("mean", "sum", "none"):
         raise ModelError(f"reduction is {reduction!r}. Remedy: use 'mean', 'sum' or 'none'.")
+    check_inside(targets, vocabulary, "labels", ignore_index)
     losses: torch.Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits.reshape(-1, high - low), targets.reshape(-1), axis, low, ignore_index
     )

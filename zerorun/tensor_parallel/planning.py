@@ -24,7 +24,7 @@ from .heads import (
     query_width_of,
     text_config,
 )
-from .layers import computes_by_itself, is_transposed
+from .layers import computes_by_itself, is_plain_embedding, is_transposed
 from .pairs import norm_problems, pairing_problems
 from .styles import COLUMN, STYLES, SYNONYMS, WHOLE, Assignment, ParallelPlan, Style
 
@@ -177,9 +177,9 @@ class _Maker:
             _, width = linear_sizes(name, module, style)
             return Assignment(name, pattern, style, lengths=(width,))
         if style == "embedding_rowwise":
-            fits = isinstance(module, nn.Embedding) and module.max_norm is None and not module.sparse
-            if not fits or computes_by_itself(module):
-                raise _wrong(name, module, style, "an nn.Embedding without max_norm and sparse gradients")
+            if not is_plain_embedding(module) or computes_by_itself(module):
+                needed = "an nn.Embedding without max_norm, scale_grad_by_freq and sparse gradients"
+                raise _wrong(name, module, style, needed)
             return Assignment(name, pattern, style, lengths=(int(module.weight.shape[0]),))  # type: ignore[union-attr, index]
         if style == "packed_rowwise":
             raise _wrong(name, module, style, "a parameter of experts")
