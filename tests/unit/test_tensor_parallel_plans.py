@@ -463,6 +463,11 @@ def test_weights_that_are_computed_are_refused() -> None:
 # -- blocks of one class that compute differently ----------------------------------------------------------------------
 
 
+class Across(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.softmax(-1)
+
+
 class Mixed(nn.Module):
     """A block whose middle works on each column by itself, unless it is ``told`` otherwise."""
 
@@ -470,7 +475,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
         self.norm_type, self.wide, self.number, self.rate = "none", False, 0, 0.1 * place
-        self.act: nn.Module = nn.Softmax(-1) if told == "module" else nn.GELU()
+        self.act: nn.Module = Across() if told == "module" else nn.Tanh()
         self.function: Any = functools.partial(torch.softmax, dim=-1) if told == "partial" else torch.tanh
         self.inner: Any = (lambda x: x.softmax(-1)) if told == "function" else (lambda x: x * self.rate)
         self.steps = [torch.relu, functional.softmax] if told == "list" else [torch.relu]

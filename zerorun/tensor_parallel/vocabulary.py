@@ -11,8 +11,8 @@ from ..errors import VocabularyError
 def check_inside(indices: torch.Tensor, vocabulary: int, what: str, ignored: int | None = None) -> None:
     """Raise VocabularyError unless all ``indices``, but those that are ``ignored``, are 0 .. ``vocabulary`` - 1.
 
-    On a device, and in a compiled function, the program does not wait for the answer: torch's assertion fails later, as that
-    of a whole embedding does.
+    On a device, and in a compiled function, the program does not wait for the answer: an assertion of torch fails later, as
+    for a whole embedding.
     """
     if indices.is_meta:
         return
