@@ -3397,4 +3397,20 @@ MUTANTS = (
         "        pass",
         ("tests/ranks/test_saved_optimizers.py", "-k", "no_load_could_read"),
     ),
+    Mutant(
+        "the-latest-is-deleted",
+        "bound",
+        "zerorun/checkpoint/directory.py",
+        "    doomed = [found.path for found in left_over if found.has_own_name and found.path.name != named]",
+        "    doomed = [found.path for found in left_over if found.has_own_name]",
+        ("tests/unit/test_checkpoint_files.py::test_prune_spares_what_latest_names",),
+    ),
+    Mutant(
+        "checkpoints-beside-the-latest-push-it-out",
+        "bound",
+        "zerorun/checkpoint/directory.py",
+        "    counted = [found for found in _by_time(directory)[0] if found.manifest.becomes_latest and not found.is_link]",
+        "    counted = [found for found in _by_time(directory)[0] if not found.is_link]",
+        ("tests/unit/test_checkpoint_files.py::test_prune_spares_what_latest_is_not_to_name",),
+    ),
 )

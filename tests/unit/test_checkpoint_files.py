@@ -994,20 +994,22 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
 
 
-def fill(place: Path, tag: str, step: int, saved_at: str = "") -> None:
+def fill(place: Path, tag: str, step: int, saved_at: str = "", *, latest: bool = True) -> None:
     """The files of a checkpoint; the manifest last."""
     record = write_small(place / "model.safetensors", str(step).encode() * 9)
-    manifest = Manifest(tag, saved_at or now(), {"global_steps": step})
+    manifest = Manifest(tag, saved_at or now(), {"global_steps": step}, becomes_latest=latest)
     manifest.files = {"model.safetensors": record}
     write_small(place / MANIFEST, manifest.to_text().encode())
 
 
-def save(directory: Path, tag: str, step: int, keep: int | None = None, *, latest: bool = True) -> None:
-    """What the leader of a save does."""
+def save(
+    directory: Path, tag: str, step: int, keep: int | None = None, *, latest: bool = True, aside: bool = False
+) -> None:
+    """What the leader of a save does. ``latest=False``: it is killed before that. ``aside``: with save_latest=False."""
     saved_at = now()
-    fill(folder.begin(directory, tag), tag, step, saved_at)
+    fill(folder.begin(directory, tag), tag, step, saved_at, latest=not aside)
     folder.publish(directory, tag)
-    if latest:
+    if latest and not aside:
         folder.point_latest(directory, tag)
     folder.prune(directory, tag, keep)
 
@@ -1143,6 +1145,55 @@ def test_prune_keeps_the_newest(
         assert folder.in_order_of_trust(directory) == there
         assert step_of(directory / there[0]) == number
         assert {path.name for path in directory.iterdir()} == {*there, "latest"}
+
+
+def test_prune_spares_what_latest_is_not_to_name(tmp_path: Path) -> None:
+    """Such checkpoints are the script's own affair: they are neither deleted, nor do they push others out."""
+    save(tmp_path, "s1", 1, keep=2)
+    save(tmp_path, "best", 1, keep=2, aside=True)
+    save(tmp_path, "probe", 1, keep=1, aside=True)
+    assert folder.in_order_of_trust(tmp_path) == ["s1", "probe", "best"]
+    for step in (2, 3, 4):
+        save(tmp_path, f"s{step}", step, keep=2)
+        assert step_of(tmp_path / "best") == step_of(tmp_path / "probe") == 1
+    assert folder.in_order_of_trust(tmp_path) == ["s4", "s3", "probe", "best"]
+
+
+def test_prune_spares_what_latest_names(tmp_path: Path) -> None:
+    """Also where somebody has gone back to it."""
+    for step in (1, 2, 3):
+        save(tmp_path, f"s{step}", step)
+    folder.point_latest(tmp_path, "s1")
+    folder.prune(tmp_path, "s3", 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "s1", "s3"]
+
+
+def test_what_is_tried_where_latest_names_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, "s1", 1)
+    save(tmp_path, "s2", 2)
+    save(tmp_path, "probe", 3, aside=True)
+    (tmp_path / "latest").write_text("gone")
+    with caplog.at_level("WARNING", "zerorun"):
+        assert folder.in_order_of_trust(tmp_path) == ["s2", "s1", "probe"]
+    assert "latest names 'gone', which is not there. The newest checkpoint is tried: s2." in caplog.text
+
+
+def test_what_cannot_be_deleted_fails_no_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, "s1", 1)
+    remove = shutil.rmtree
+
+    def fails(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(39, "Directory not empty", ".nfs0001")  # as a file that another client has open
+        remove(path, ignore_errors=True)
+
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    with caplog.at_level("WARNING", "zerorun"):
+        save(tmp_path, "s2", 2, keep=1)
+    assert f"{tmp_path / 's1'} is not needed any more, and cannot be deleted: Directory not empty." in caplog.text
+    assert folder.in_order_of_trust(tmp_path) == ["s2"]
 
 
 def test_prune_keeps_what_it_did_not_make(tmp_path: Path) -> None:

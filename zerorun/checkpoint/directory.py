@@ -187,13 +187,23 @@ def _remove(path: Path) -> None:
         shutil.rmtree(doomed)
 
 
+def _remove_if_possible(path: Path) -> None:
+    """Delete the directory ``path`` if it is zerorun's. A checkpoint that is complete does not fail because that fails."""
+    try:
+        _remove(path)
+    except OSError as error:
+        remedy = "The new checkpoint is complete. Remedy: delete that directory, or what is left of it, yourself."
+        logger.warning("%s is not needed any more, and cannot be deleted: %s. %s", path, error.strerror, remedy)
+
+
 def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
-    """Delete what is not needed any more, and return the checkpoints deleted because of ``keep``.
+    """Delete what is not needed any more, and return the checkpoints to be deleted because of ``keep``.
 
     That is the replaced version of ``tag``, what saves interrupted long ago have left, and all checkpoints but the newest
-    ``keep``. ``tag`` itself always stays, and so does what zerorun did not make, and what links in ``directory`` point to.
+    ``keep``. Those that ``latest`` was not meant to name are neither counted nor deleted. ``tag`` itself always stays, and
+    so do what ``latest`` names, what zerorun did not make, and what links in ``directory`` point to.
     """
-    _remove(directory / f"{REPLACED}{tag}")
+    _remove_if_possible(directory / f"{REPLACED}{tag}")
     for left in directory.glob(f"{DOOMED}*"):
         if _is_own(left):
             shutil.rmtree(left, ignore_errors=True)
@@ -202,11 +212,14 @@ def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
     if keep is None:
         return []
     targets = [Path(os.path.realpath(path)) for path in directory.iterdir() if path.is_symlink()]
-    others = [found for found in _by_time(directory)[0] if found.path.name != tag and not found.is_link]
-    doomed = [found.path for found in others[max(keep - 1, 0) :] if found.has_own_name]
+    counted = [found for found in _by_time(directory)[0] if found.manifest.becomes_latest and not found.is_link]
+    others = [found for found in counted if found.path.name != tag]
+    left_over = others[max(keep - (len(counted) - len(others)), 0) :]
+    named = read_pointer(directory)
+    doomed = [found.path for found in left_over if found.has_own_name and found.path.name != named]
     doomed = [path for path in doomed if not any(_lies_in(target, path) for target in targets)]
     for path in doomed:
-        _remove(path)
+        _remove_if_possible(path)
     return [path.name for path in doomed]
 
 
@@ -216,7 +229,7 @@ def _remove_stale(left: Path) -> None:
     if own_directory or _is_mark(left):
         written = max(path.lstat().st_mtime for path in (left, *(left.iterdir() if own_directory else ())))
         if time.time() - written > _STALE_S:
-            shutil.rmtree(left) if own_directory else left.unlink()
+            _remove_if_possible(left) if own_directory else left.unlink()
 
 
 def _is_mark(path: Path) -> bool:
@@ -245,9 +258,9 @@ def version_of(path: Path) -> str | None:
 
 
 def drop_replaced(directory: Path, tags: Iterable[str]) -> None:
-    """Delete the replaced versions of ``tags``, whose new versions are on all disks. Raises OSError."""
+    """Delete the replaced versions of ``tags``, whose new versions are on all disks."""
     for tag in tags:
-        _remove(directory / f"{REPLACED}{tag}")
+        _remove_if_possible(directory / f"{REPLACED}{tag}")
 
 
 # -- choosing ----------------------------------------------------------------------------------------------------
@@ -303,10 +316,11 @@ def in_order_of_trust(directory: Path) -> list[str]:
     """The tags to try: what ``latest`` names, then all others, newest first.
 
     If the newest checkpoint that ``latest`` was to name was saved after ``latest`` was written, its save was killed at the
-    last step. Then, and if what ``latest`` names is not there, all are tried newest first.
+    last step. Then, and if what ``latest`` names is not there, all are tried newest first, and last those that it was not
+    meant to name.
     """
     found, damaged = _by_time(directory)
-    names = [one.path.name for one in found]
+    names = [one.path.name for one in sorted(found, key=lambda one: (one.is_link, not one.manifest.becomes_latest))]
     first = read_pointer(directory)
     try:
         written = datetime.fromtimestamp((directory / LATEST).stat().st_mtime, timezone.utc).isoformat()
@@ -318,6 +332,9 @@ def in_order_of_trust(directory: Path) -> list[str]:
             logger.warning("%s It is left out.", what)
     saves = (one.manifest for one in found if one.manifest.becomes_latest and not one.is_link)
     interrupted = next((save.saved_at > written for save in saves), False)
+    if first and not there:
+        instead = f" The newest checkpoint is tried: {names[0]}." if names else ""
+        logger.warning("%s names %r, which is not there.%s", directory / LATEST, first[:80], instead)
     if interrupted or not there:
         return names
     return [first] + [name for name in names if name != first]

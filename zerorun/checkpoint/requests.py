@@ -22,13 +22,16 @@ def translate(given: dict[str, Any], names: dict[str, str], function: str) -> di
 
 
 def directory_of(directory: str | Path) -> Path:
-    """Return ``directory`` as a Path. Raises CheckpointError if it names no directory."""
+    """Return ``directory`` as a Path from the root: the script may change its working directory while a save goes on.
+
+    Raises CheckpointError if it names no directory.
+    """
     if not isinstance(directory, (str, os.PathLike)) or not str(directory):
         raise CheckpointError(
             f"directory = {directory!r:.60}: checkpoints and exports need a directory. Remedy: pass a str or a Path, such "
             "as 'checkpoints'."
         )
-    return Path(directory)
+    return Path(directory).absolute()
 
 
 def tag_of(tag: Any) -> str | None:

@@ -129,7 +129,13 @@ class Saving(Outcomes):
 
     def resume(self, dir: str | Path | None = None) -> tuple[Path | None, dict[str, Any]]:
         """Call ``load_checkpoint`` without a tag. ``dir`` defaults to ``checkpoint.dir`` of the configuration."""
-        return self.load_checkpoint(dir or self.config.checkpoint.dir or "")
+        return self.load_checkpoint(dir or self._directory or "")
+
+    @cached_property
+    def _directory(self) -> Path | None:
+        """``checkpoint.dir`` of the configuration, from the root as it is when the engine is made."""
+        given = self.config.checkpoint.dir
+        return None if given is None else Path(given).absolute()
 
     def wait_for_checkpoint(self) -> None:
         """Wait until no save is running in the background. Raises the save's CheckpointError if it failed."""
@@ -216,13 +222,13 @@ class Saving(Outcomes):
 
     def begin_saving(self) -> None:
         """Start what the section ``checkpoint`` asks for: automatic saves, signal handling, and resuming."""
-        section, first = self.config.checkpoint, self.sharded_model.comm.topology.rank == 0
+        section, directory, first = self.config.checkpoint, self._directory, self.sharded_model.comm.topology.rank == 0
         if self.automatic_saves is not None:
             self.automatic_saves.watch()
         if self._resume_by_itself():
             if self.memory_copies is not None:
                 self.memory_copies.keep()  # as after any step: what was lost with a host has no second copy yet
-        elif first and section.dir is not None and not section.auto_resume and (newest := newest_first(Path(section.dir))):
+        elif first and directory is not None and not section.auto_resume and (newest := newest_first(directory)):
             logger.info("%s has checkpoints; engine.resume() or checkpoint.auto_resume loads %s", section.dir, newest[0])
 
     @during(Phase.LOAD)
@@ -233,8 +239,7 @@ class Saving(Outcomes):
         def from_memory(steps: int) -> Path | None:
             return None if copies is None else copies.load(Wanted(), steps)
 
-        if section.auto_resume and section.dir is not None:
-            directory = section.dir
+        if section.auto_resume and (directory := self._directory) is not None:
             return self._load(lambda: self.checkpointer.load(directory, None, Wanted(), from_memory))[0] is not None
         return copies is not None and self._load(lambda: (from_memory(-1), {}))[0] is not None
 
@@ -271,4 +276,4 @@ def automatic_saves_of(config: Config, *, first: bool) -> AutomaticSaves | None:
     if section.dir is None or not (section.every_steps or section.every_minutes or section.on_signal):
         return None
     given = (section.every_steps, section.every_minutes, section.on_signal, section.asynchronous)
-    return AutomaticSaves(Path(section.dir), *given, first)
+    return AutomaticSaves(Path(section.dir).absolute(), *given, first)

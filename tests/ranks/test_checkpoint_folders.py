@@ -1,0 +1,73 @@
+"""The directory of checkpoints, as a script sees it: which are kept, which is loaded, and from where paths count."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+from training import make_config
+
+import zerorun
+
+
+def make(**changes: Any) -> zerorun.Engine:
+    torch.manual_seed(0)
+    return zerorun.initialize(nn.Linear(6, 6), make_config(1, **changes))
+
+
+def train(engine: zerorun.Engine, count: int) -> None:
+    for _ in range(count):
+        engine.backward(engine(torch.ones(2, 6)).square().mean())
+        engine.step()
+
+
+def keep_two(folder: str) -> tuple[list[str], Any]:
+    """(what is there at the end, the client state that a load without a tag gives)."""
+    engine = make(checkpoint={"dir": folder, "every_steps": 1, "keep_last": 1})
+    train(engine, 1)
+    engine.save_checkpoint(folder, "best", {"best": True}, save_latest=False)
+    train(engine, 2)
+    engine.save_checkpoint(folder, "probe", {"probe": True}, save_latest=False)
+    path, client_state = engine.resume()
+    assert path == Path(folder, "global_step3")
+    assert engine.load_checkpoint(folder, "best")[1] == {"best": True}
+    engine.destroy()
+    return sorted(path.name for path in Path(folder).iterdir()), client_state
+
+
+def test_keep_last_spares_what_is_saved_beside_the_latest(tmp_path: Path) -> None:
+    for found in run_ranks(2, keep_two, str(tmp_path)):
+        assert found == (["best", "global_step3", "latest", "probe"], {})
+
+
+def change_folder(folder: str) -> list[str]:
+    """Relative paths count from where they were given, whatever the script does while a save goes on, or afterwards."""
+    for name in ("first", "second"):
+        Path(folder, name).mkdir(exist_ok=True)
+    before = Path.cwd()
+    try:
+        os.chdir(Path(folder, "first"))
+        engine = make(checkpoint={"dir": "own", "every_steps": 2, "asynchronous": True})
+        train(engine, 1)
+        engine.checkpointer.check_point = lambda point: os.chdir(Path(folder, "second"))
+        given = engine.save_checkpoint("asked", asynchronous=True)
+        engine.wait_for_checkpoint()
+        train(engine, 1)
+        engine.wait_for_checkpoint()
+        assert engine.resume()[0] == Path(folder, "first", "own", "global_step2")
+        assert given == Path(folder, "first", "asked", "global_step1")
+        engine.destroy()
+    finally:
+        os.chdir(before)
+    dist.barrier()
+    return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("zerorun.json"))
+
+
+def test_paths_count_from_where_they_were_given(tmp_path: Path) -> None:
+    expected = ["first/asked/global_step1/zerorun.json", "first/own/global_step2/zerorun.json"]
+    assert run_ranks(2, change_folder, str(tmp_path)) == [expected] * 2
