@@ -1970,6 +1970,22 @@ MUTANTS = (
         ("tests/ranks/test_non_finite.py::test_finite_gradients_are_finite_however_large",),
     ),
     Mutant(
+        "keywords-that-ask-for-nothing-are-in-the-way",
+        "swallowed",
+        "zerorun/optim/optimizers.py",
+        "    return sorted({key for key, value in asked if value not in _ASKS_NOTHING.get(key, ())})",
+        "    return sorted({key for key, value in asked})",
+        ("tests/unit/test_optim.py", "-k", "ask_for_nothing"),
+    ),
+    Mutant(
+        "a-setting-of-another-class-is-taken",
+        "stale",
+        "zerorun/optim/optimizers.py",
+        "    others = {*_keywords(optimizer_class), *_keywords(once)} - known",
+        "    others = {*_keywords(optimizer_class)} - known",
+        ("tests/unit/test_optim.py", "-k", "ask_for_more"),
+    ),
+    Mutant(
         "a-setting-of-0-hides-what-an-optimizer-needs",
         "stale",
         "zerorun/optim/needs.py",

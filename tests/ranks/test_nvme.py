@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from harness import run_ranks
 from small_disk import run_on_small_disk
 from test_offload import PLACES, SMALL, ledgers
 from training import make_config, make_engine
 
+import zerorun
 from zerorun.errors import ConfigError
+from zerorun.ops.single_pass import SinglePassOptimizer
 
 SETUP = """
 import os, sys, torch, zerorun
@@ -124,9 +128,9 @@ def test_bytes_in_memory_fall_by_what_is_on_the_disk(world: int, stage: int, pre
             assert disk[1]["disk parameters"] + disk[1]["parameters"] == host["parameters"]
 
 
-def refused(optimizer: str) -> str:
+def refused(optimizer: str, **params: Any) -> str:
     config = make_config(2, zero_optimization=PLACES["disk"])
-    config["optimizer"] = {"type": optimizer, "params": {"lr": 1e-3}}
+    config["optimizer"] = {"type": optimizer, "params": {"lr": 1e-3, **params}}
     with pytest.raises(ConfigError) as caught:
         make_engine(SMALL, config)
     return str(caught.value)
@@ -137,3 +141,42 @@ def test_optimizers_that_cannot_work_on_a_disk() -> None:
         assert "zero_optimization.offload_optimizer.device" in text
         assert "RAdam as optimizer.type has no update that works unit by unit" in text
         assert "Name Adam, AdamW, AdamW8bit, AdamSAGE, Adagrad, Lion, Muon, SGD or Sophia" in text
+
+
+def refused_for_a_keyword() -> str:
+    return refused("AdamW", amsgrad=True, fused=True)
+
+
+def test_the_keyword_that_is_in_the_way_of_a_disk_is_named() -> None:
+    for text in run_ranks(2, refused_for_a_keyword):
+        assert "AdamW as optimizer.type has none with amsgrad" in text and "Remove amsgrad from optimizer.params" in text
+
+
+def with_idle_keywords() -> list[torch.Tensor]:
+    """Weights after two steps, with keywords that ask for nothing and states on a disk."""
+    config = make_config(2, zero_optimization=PLACES["disk"])
+    params = {"lr": 1e-2, "amsgrad": False, "maximize": False, "foreach": None, "fused": True}
+    config["optimizer"] = {"type": "AdamW", "params": params}
+    torch.manual_seed(3)
+    model = torch.nn.Linear(8, 8)
+    groups = [{"params": [model.weight], "lr_mult": 1.0}, {"params": [model.bias], "initial_lr": 1e-2}]
+    engine = zerorun.initialize(model, config, model_parameters=groups)
+    for _ in range(2):
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+    assert isinstance(engine.optimizer, SinglePassOptimizer)
+    weights = list(engine.state_dict().values())
+    engine.destroy()
+    return weights
+
+
+def test_keywords_that_ask_for_nothing_are_not_in_the_way() -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).square().mean().backward()
+        optimizer.step()
+    for weights in run_ranks(2, with_idle_keywords):
+        torch.testing.assert_close(weights, list(model.state_dict().values()), rtol=1e-5, atol=1e-6)

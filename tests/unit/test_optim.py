@@ -14,7 +14,7 @@ from zerorun.errors import ConfigError, ModelError
 from zerorun.ops import single_pass
 from zerorun.ops.single_pass import Lion, SinglePassOptimizer
 from zerorun.optim.adafactor import Adafactor
-from zerorun.optim.optimizers import ELEMENTWISE, build_optimizer, refuse_unusable, split_state
+from zerorun.optim.optimizers import ELEMENTWISE, build_optimizer, keys_in_the_way, refuse_unusable, split_state
 
 SHAPE = (13, 11)
 LENGTHS = [17, 3, 0, 1, 100, 22]
@@ -137,6 +137,34 @@ def test_host_tensors_are_updated_in_one_pass_unless_more_is_asked_for(name: str
     for asked in ({"fused": False}, {"foreach": True}, {"maximize": True}):
         assert not isinstance(build(name, asked, start()), SinglePassOptimizer)
     assert build(name, {"maximize": True}, start()).param_groups[0].get("fused") is True
+
+
+NOTHING = {"amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False}
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adagrad", "SGD"])
+@pytest.mark.parametrize("fused", [True, None])
+def test_keywords_that_ask_for_nothing_change_nothing(name: str, fused: bool | None) -> None:
+    known = {key: value for key, value in NOTHING.items() if "Adam" in name or key not in ("amsgrad", "capturable")}
+    group = {"params": [start()], "lr_mult": 1.0, "initial_lr": 0.1, "name": "all", **known}
+    made = build_optimizer(name, {"lr": 0.1, **known, "fused": fused}, [group])
+    assert isinstance(made, SinglePassOptimizer)
+    kept = made.param_groups[0]
+    assert (kept["lr_mult"], kept["initial_lr"], kept["name"]) == (1.0, 0.1, "all")
+    plain = build(name, {"lr": 0.1}, start())
+    for optimizer in (made, plain):
+        run(optimizer, gradients(3))
+    assert torch.equal(made.param_groups[0]["params"][0], plain.param_groups[0]["params"][0])
+    assert "amsgrad" not in build(name, {**known}, start()).param_groups[0]
+
+
+def test_groups_that_ask_for_more_get_it() -> None:
+    group = {"params": [start()], "lr_mult": 1.0}
+    for asked in ({"maximize": True}, {"amsgrad": True}, {"bias_correction": False}):
+        assert type(build_optimizer("AdamW", {}, [{**group}, {**group, "params": [start()], **asked}])) is torch.optim.AdamW
+        assert keys_in_the_way("AdamW", {"fused": True}, [group, asked]) == [*asked]
+    assert keys_in_the_way("RAdam", {}, [group]) == []
+    assert keys_in_the_way("SGD", {"momentum": 0.9, "maximize": True}, [{"foreach": True}]) == ["foreach", "maximize"]
 
 
 def test_fused_kernels_are_not_used_if_refused() -> None:
@@ -347,7 +375,14 @@ def adam_as_written(weight: torch.Tensor, gradients: list[torch.Tensor], decoupl
 def test_adam_without_bias_correction(decoupled: bool, library: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not library:
         monkeypatch.setattr(single_pass.native, "library", lambda: None)
-    params = {"lr": 0.02, "betas": [0.9, 0.99], "eps": 1e-6, "weight_decay": 0.1, "bias_correction": False}
+    params: dict[str, Any] = {
+        **NOTHING,
+        "lr": 0.02,
+        "betas": [0.9, 0.99],
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+        "bias_correction": False,
+    }
     start, gradients = torch.randn(100), [torch.randn(100) for _ in range(5)]
     weight = torch.nn.Parameter(start.clone())
     optimizer = build_optimizer("Adam", {**params, "adam_w_mode": decoupled}, [{"params": [weight]}])

@@ -81,6 +81,12 @@ _SINGLE_PASS: dict[type, tuple[type[SinglePassOptimizer], frozenset[str]]] = {
     torch.optim.SGD: (single_pass.SGD, frozenset({"lr", "momentum", "dampening", "weight_decay", "nesterov"})),
 }
 
+# Keywords of torch's classes -> the values with which they ask for nothing that a single-pass update would not do.
+_ASKS_NOTHING: dict[str, tuple[bool | None, ...]] = {
+    **dict.fromkeys(("amsgrad", "maximize", "foreach", "capturable", "differentiable"), (None, False)),
+    "fused": (None, True),
+}
+
 # Where DeepSpeed's defaults differ from those of the class.
 _DEFAULTS: dict[type, dict[str, Any]] = {
     torch.optim.AdamW: {"weight_decay": 0.0},
@@ -322,6 +328,7 @@ def _translate_adam(name: str, kwargs: dict[str, Any]) -> tuple[type[torch.optim
     own = ("torch_adam", "adam_w_mode", "set_grad_none", "bias_correction")
     kept = {key: value for key, value in kwargs.items() if key not in own}
     if not kwargs.get("bias_correction", True):  # torch's classes always correct the bias
+        kept = {key: value for key, value in kept.items() if value not in _ASKS_NOTHING.get(key, ())}
         return single_pass.Adam, {**kept, "decoupled_weight_decay": decoupled, "bias_correction": False}
     return (torch.optim.AdamW if decoupled else torch.optim.Adam), kept
 
@@ -370,16 +377,29 @@ def _tensors(groups: list[dict[str, Any]]) -> list[Tensor]:
 
 def _can_pass_once(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> bool:
     """True if the class has a single-pass update that supports all the given parameters and tensors."""
-    if optimizer_class not in _SINGLE_PASS:
+    if optimizer_class not in _SINGLE_PASS or _beyond_single_pass(optimizer_class, kwargs, groups):
         return False
-    known, tensors = _SINGLE_PASS[optimizer_class][1], _tensors(groups)
-    asked = set(kwargs).union(*groups) - {"params", "name"}
-    return asked <= known and all(t.dtype in (torch.float32, torch.bfloat16) and t.is_contiguous() for t in tensors)
+    return all(t.dtype in (torch.float32, torch.bfloat16) and t.is_contiguous() for t in _tensors(groups))
+
+
+def _beyond_single_pass(optimizer_class: Any, kwargs: dict[str, Any], groups: list[dict[str, Any]]) -> list[str]:
+    """The keywords with which more is asked than a single-pass update can. Groups may have keys that mean nothing to it."""
+    once, known = _SINGLE_PASS[optimizer_class]
+    others = {*_keywords(optimizer_class), *_keywords(once)} - known
+    asked = [(key, value) for source in (kwargs, *groups) for key, value in source.items() if key in others]
+    return sorted({key for key, value in asked if value not in _ASKS_NOTHING.get(key, ())})
+
+
+def keys_in_the_way(type: str, params: dict[str, Any], groups: list[dict[str, Any]]) -> list[str]:
+    """The keywords but for which the optimizer of the config would update in a single pass."""
+    optimizer_class, kwargs = resolve_optimizer(type, params)
+    return _beyond_single_pass(optimizer_class, kwargs, groups) if optimizer_class in _SINGLE_PASS else []
 
 
 def _pass_once(optimizer_class: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     decoupled = {"decoupled_weight_decay": optimizer_class is torch.optim.AdamW}
-    once = _SINGLE_PASS[optimizer_class][0]
+    once, known = _SINGLE_PASS[optimizer_class]
+    kwargs = {key: value for key, value in kwargs.items() if key in known}
     return once, {**kwargs, **(decoupled if once is single_pass.Adam else {})}
 
 

@@ -23,7 +23,7 @@ from ..errors import ConfigError, ConfigProblem
 from ..ops.single_pass import SinglePassOptimizer
 from ..ops.state_format import StateFormat
 from ..optim.needs import copy_over, step_once
-from ..optim.optimizers import build_optimizer
+from ..optim.optimizers import build_optimizer, keys_in_the_way
 from ..optim.parts import Part
 from ..optim.requested import RawOptimizer
 from .weights import stored_bytes
@@ -164,6 +164,9 @@ def state_count(raw: RawOptimizer) -> int:
     what = f"{name} as optimizer.type" if raw.optimizer is None else f"the {name} that was passed to initialize()"
     reason = f"{what} has no update that works unit by unit on what a disk holds."
     remedy = 'Name Adam, AdamW, AdamW8bit, AdamSAGE, Adagrad, Lion, Muon, SGD or Sophia, or set device to "cpu".'
+    if raw.optimizer is None and (names := keys_in_the_way(raw.name, raw.params, raw.groups)):
+        reason = f"{what} has none with {' and '.join(names)}, that works unit by unit on what a disk holds."
+        remedy = f'Remove {" and ".join(names)} from optimizer.params and the parameter groups, or set device to "cpu".'
     raise ConfigError([ConfigProblem(key, "nvme", reason, remedy)])
 
 
