@@ -1986,6 +1986,22 @@ MUTANTS = (
         ("tests/unit/test_optim.py", "-k", "ask_for_more"),
     ),
     Mutant(
+        "a-state-that-comes-later-has-no-room-on-the-disk",
+        "bound",
+        "zerorun/zero/offload/nvme.py",
+        "        if not self.holds(param) or number >= self._states:",
+        "        if not self.holds(param) or number > self._states:",
+        ("tests/ranks/test_nvme.py::test_momentum_that_is_set_later_is_in_memory",),
+    ),
+    Mutant(
+        "states-beside-the-disk-are-counted-on-it",
+        "bytes",
+        "zerorun/zero/memory_report.py",
+        "                beside = where == DISK and store is not None and not store.holds(value)",
+        "                beside = False",
+        ("tests/ranks/test_nvme.py::test_momentum_that_is_set_later_is_in_memory",),
+    ),
+    Mutant(
         "a-setting-of-0-hides-what-an-optimizer-needs",
         "stale",
         "zerorun/optim/needs.py",

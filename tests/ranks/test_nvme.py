@@ -180,3 +180,54 @@ def test_keywords_that_ask_for_nothing_are_not_in_the_way() -> None:
         optimizer.step()
     for weights in run_ranks(2, with_idle_keywords):
         torch.testing.assert_close(weights, list(model.state_dict().values()), rtol=1e-5, atol=1e-6)
+
+
+STEPS_BEFORE, STEPS_AFTER = 2, 3
+
+
+def with_momentum_later(stage: int, folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
+    """Weights of an SGD on a disk that is given momentum after some steps, and what is in memory.
+
+    The last step is that of another engine, which has no momentum in its configuration, after a checkpoint.
+    """
+    config = make_config(stage, zero_optimization=PLACES["disk"])
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.05}}
+    engine = None
+    for step, x in enumerate(inputs()):
+        if step == STEPS_BEFORE + STEPS_AFTER - 1 and engine is not None:
+            engine.save_checkpoint(folder)
+            engine.destroy()
+            engine = None
+        if engine is None:
+            torch.manual_seed(3 + step)
+            engine = zerorun.initialize(torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 5)), config)
+            if step:
+                engine.load_checkpoint(folder)
+        if step == STEPS_BEFORE:
+            engine.optimizer.param_groups[0]["momentum"] = 0.9
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    assert engine is not None
+    found = engine.state_dict(), engine.memory_report()
+    engine.destroy()
+    return found
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(STEPS_BEFORE + STEPS_AFTER, 2, 40, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_momentum_that_is_set_later_is_in_memory(stage: int, tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step, x in enumerate(inputs()):
+        if step == STEPS_BEFORE:
+            optimizer.param_groups[0]["momentum"] = 0.9
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    for weights, memory in run_ranks(2, with_momentum_later, stage, tmp_path):
+        torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-5, atol=1e-6)
+        assert memory["disk master"] and memory["host moments"] and "disk moments" not in memory

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..plan.ledger import DEVICE_KINDS, kind_in
-from ..plan.sharding_plan import DEVICE, HOST
+from ..plan.sharding_plan import DEVICE, DISK, HOST
 from ..plan.weights import apart_from, other_buffers, scale_bytes, stored_bytes
 from .away import MOMENTS, storage_number
 from .flat_group import FlatGroup
@@ -62,10 +62,13 @@ def _states(runtime: Runtime, sharded: ShardedOptimizer) -> Iterator[tuple[str, 
     place = {id(flat_group): unit.plan.states_place for unit in runtime.units for flat_group in unit.trainable}
     if runtime.made.states.is_away(MOMENTS):
         place = {flat_group: HOST if where == DEVICE else where for flat_group, where in place.items()}
+    stores = {id(flat_group): unit.link.store for unit in runtime.units for flat_group in unit.trainable}
     for piece in sharded.pieces:
+        where, store = place[id(piece.flat_group)], stores[id(piece.flat_group)]
         for value in sharded.optimizer.state.get(piece.tensor, {}).values():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
-                yield kind_in(place[id(piece.flat_group)], "moments"), stored_bytes(value)
+                beside = where == DISK and store is not None and not store.holds(value)
+                yield kind_in(HOST if beside else where, "moments"), stored_bytes(value)
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

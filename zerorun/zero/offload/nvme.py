@@ -32,6 +32,7 @@ import torch
 from ...distributed.layout import aligned_bytes
 from ...distributed.waits import waiting
 from ...errors import SwapError
+from ...log import warn_once
 from ...ops.aio import BLOCK_BYTES, AsyncFile, Ticket, aligned_empty
 from ...ops.rounding import MasterFormat
 from ...ops.state_format import StateFormat, StatePart
@@ -194,7 +195,7 @@ class StateFile:
         """
         if buffer_count < 2:
             raise ValueError(f"buffer_count must be at least 2, got {buffer_count}")
-        self._folder, self._failure = folder, None
+        self._folder, self._failure, self._states = folder, None, states
         self._extents = _extents(units, states, format)
         self.file_bytes = sum(extent.room for extent in self._extents.values())
         self._arrays = [array for extent in self._extents.values() for array in extent.masters if array.numel]
@@ -244,9 +245,16 @@ class StateFile:
     def home(self, param: torch.Tensor, number: int, part: StatePart = FP32) -> torch.Tensor:
         """Return a part of a state, all zeros, for ``param``: in the file if ``param`` is there, else in memory.
 
-        No write to the file may be in flight.
+        In memory is also a state that the optimizer did not have when the file was made, as the momentum of SGD that a
+        script sets later. No write to the file may be in flight.
         """
-        if not self.holds(param):
+        if self.holds(param) and number >= self._states:
+            warn_once(
+                f"the optimizer keeps a state number {number + 1} of parameters on the disk now, for which the file at "
+                f"nvme_path = {str(self._folder)!r} has no room: it is in host memory. Remedy: set what it needs, such "
+                "as the momentum of SGD, in the configuration, and change it after initialize()."
+            )
+        if not self.holds(param) or number >= self._states:
             return part.zeros(param)
         state = self.state(param, number, part)
         whole = bisect_right(self._starts, self._offset(param)), number, part.key
