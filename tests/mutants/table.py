@@ -1016,6 +1016,14 @@ MUTANTS = (
         ("tests/unit/test_tensor_parallel_layers.py", "-k", "outside_the_vocabulary"),
     ),
     Mutant(
+        "hooks-of-weights-get-nothing",
+        "swallowed",
+        "zerorun/pipeline/split_backward.py",
+        "        return weight.requires_grad and torch.is_grad_enabled() and not hooks",
+        "        return weight.requires_grad and torch.is_grad_enabled()",
+        ("tests/unit/test_pipeline_split_backward.py", "-k", "hooks_of_weights"),
+    ),
+    Mutant(
         "globals-hide-parameters",
         "swallowed",
         "zerorun/pipeline/hidden_parameters.py",

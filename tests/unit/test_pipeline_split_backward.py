@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +12,12 @@ from transformers.pytorch_utils import Conv1D
 
 from zerorun.pipeline.split_backward import WeightGradients, split_layers
 from zerorun.tensor_parallel.collectives import Region
-from zerorun.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from zerorun.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    make_column_parallel,
+    make_row_parallel,
+)
 from zerorun.tensor_parallel.threads import on_threads
 
 
@@ -77,5 +83,50 @@ def test_divided_layers_take_part() -> None:
             layer.weight_gradients = None  # type: ignore[assignment]
         pair(x).square().sum().backward()
         torch.testing.assert_close(found, [param.grad for param in pair.parameters()])
+
+    on_threads(1, work)
+
+
+def log(calls: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def halve(grad: torch.Tensor) -> torch.Tensor:
+        calls.append(grad.clone())
+        return grad / 2
+
+    return halve
+
+
+def log_accumulated(calls: list[torch.Tensor]) -> Callable[[torch.Tensor], None]:
+    return lambda param: calls.append(param.grad.clone())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("divided", (False, True))
+def test_hooks_of_weights_get_the_gradients_of_torch(divided: bool) -> None:
+    """Hooks change gradients, and see what is accumulated; later ones are taken away, and weights wait again."""
+
+    def work(axis: object) -> None:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        split, later = copy.deepcopy(plain), WeightGradients()
+        if divided:
+            region = Region(axis)  # type: ignore[arg-type]
+            make_column_parallel(split[0], region, ((0, 6),))
+            make_row_parallel(split[2], region, ((0, 6),))
+        split_layers(split, later)
+        seen: list[list[torch.Tensor]] = [[], []]
+        handles = []
+        for calls, net in zip(seen, (plain, split), strict=True):
+            for param in net.parameters():
+                handles.append(param.register_hook(log(calls)))
+            handles.append(net[2].weight.register_post_accumulate_grad_hook(log_accumulated(calls)))
+        for _ in range(2):
+            for net in (plain, split):
+                net(torch.ones(3, 4)).square().sum().backward()
+        assert not later.take()
+        torch.testing.assert_close(seen[1], seen[0])
+        torch.testing.assert_close([p.grad for p in split.parameters()], [p.grad for p in plain.parameters()])
+        for handle in handles:
+            handle.remove()
+        split(torch.ones(3, 4)).square().sum().backward()
+        assert len(later.take()) == 2
 
     on_threads(1, work)

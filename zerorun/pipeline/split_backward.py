@@ -3,7 +3,8 @@
 The previous stage waits for the gradient of the activations that it sent, not for gradients of weights. So a schedule may
 put weight gradients off until nothing more urgent is left (Qi et al. 2023, arXiv:2401.10241). What a linear layer needs for
 its weight gradient, its input and the gradient of its output, is kept until the job in ``WeightGradients`` that computes it
-has run. All other layers compute their weight gradients together with those of their inputs.
+has run. All other layers compute their weight gradients together with those of their inputs. So does one whose weight has
+hooks of the script, which autograd calls with the gradient.
 """
 
 from __future__ import annotations
@@ -31,6 +32,11 @@ class WeightGradients:
         """Return the jobs that one backward has left, and forget them."""
         jobs, self._jobs = self._jobs, []
         return jobs
+
+    def takes(self, weight: nn.Parameter) -> bool:
+        """True if the gradient of ``weight`` is wanted, and may come later: no hook waits for it."""
+        hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+        return weight.requires_grad and torch.is_grad_enabled() and not hooks
 
     def product(
         self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, *, transposed: bool
@@ -112,7 +118,7 @@ class _Split:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         layer: Any = self._layer
-        if not (torch.is_grad_enabled() and layer.weight.requires_grad):
+        if not self._later.takes(layer.weight):
             return type(layer).forward(layer, x)  # type: ignore[no-any-return]
         return self._later.product(x, layer.weight, layer.bias, transposed=self._transposed)
 

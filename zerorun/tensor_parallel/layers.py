@@ -333,7 +333,7 @@ def _product(layer: Parallel, x: torch.Tensor, weight: torch.Tensor, bias: torch
     if is_float8(layer):
         return float8_product(layer, x, weight, bias)
     later = layer.weight_gradients
-    if later is not None and weight is layer.weight and weight.requires_grad and torch.is_grad_enabled():
+    if later is not None and weight is layer.weight and later.takes(weight):
         return later.product(x, weight, bias, transposed=is_transposed(layer))  # type: ignore[no-any-return]
     if not is_transposed(layer):
         return functional.linear(x, weight, bias)
