@@ -347,3 +347,71 @@ def test_evaluation_equals_one_process() -> None:
         assert loss == again == pytest.approx(mean, rel=1e-6)
         assert count == (4 if rank >= 2 else 0)
         assert single == pytest.approx(losses[rank - 2] if rank >= 2 else [], rel=1e-6)
+
+
+def give_too_little() -> list[tuple[str, str]]:
+    data = [pair_of(0, 0, sample)[0][0] for sample in range(3)]
+    config = make_config(1, train_micro_batch_size_per_gpu=8, dataloader_drop_last=True)
+    module = build_layers(2, num_stages=2)
+    engine = zerorun.initialize(module, config, training_data=[(sample, sample) for sample in data])
+    found = [attempt(engine.train_batch)]
+    engine.set_dataloader([pair_of(0, 0, 0)] if dist.get_rank() == 0 else [])
+    found += [attempt(engine.train_batch), attempt(lambda: engine.eval_batch(data_of(0, 1), reduce_output="sum"))]
+    engine.set_dataloader([pair_of(0, 0, 0)])
+    losses = [float(engine.train_batch()) for _ in range(2)]  # of one micro-batch, which is repeated
+    assert losses[1] < losses[0]
+    engine.destroy()
+    return found
+
+
+def test_data_without_a_micro_batch_is_told_on_all_stages() -> None:
+    first, last = run_ranks(2, give_too_little)
+    for found in (first, last):
+        assert [kind for kind, _ in found] == ["PipelineError"] * 3
+        assert "reduce_output='sum'" in found[2][1]
+    assert all("no micro-batch: dataloader_drop_last leaves none" in message for _, message in (first[0], *last[:2]))
+    assert "another stage got none" in first[1][1]
+
+
+def freeze(kind: str) -> tuple[tuple[str, str], list[float], dict[str, torch.Tensor]]:
+    """One name of a tied table; all names; or another dtype under one name."""
+    module = build_layers(2, num_stages=2)
+    for name, param in module.named_parameters():
+        if name == "0.weight" and kind == "another dtype":
+            param.data = param.data.double()
+        elif name in (("0.weight", "3.weight") if kind == "all" else ("0.weight",)):
+            param.requires_grad_(False)
+    engines: list[Any] = []
+    found = attempt(lambda: engines.append(zerorun.initialize(module, make_config(1, optimizer="SGD", accumulation=2))))
+    losses = []
+    for engine in engines:
+        losses = [float(engine.train_batch(iter([pair_of(step, micro, 0) for micro in range(2)]))) for step in range(2)]
+        engine.destroy()
+    return found, losses, {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ("one", "another dtype"))
+def test_copies_of_a_tied_parameter_that_differ_are_named(kind: str) -> None:
+    words = ("0.weight (frozen", "3.weight (trained") if kind == "one" else ("torch.float64", "torch.float32")
+    for (error, message), *_ in run_ranks(2, freeze, kind):
+        assert error == "ModelError"
+        assert all(word in message for word in ("0.weight is one parameter of several pipeline stages", *words))
+
+
+def test_a_tied_parameter_that_is_frozen_stays_as_in_one_process() -> None:
+    model, losses = build_layers(2, num_stages=1), []
+    model.get_parameter("0.weight").requires_grad_(False)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.05, momentum=0.9)
+    for step in range(2):
+        pairs = [pair_of(step, micro, 0) for micro in range(2)]
+        loss = torch.stack([model.loss_of(model(pair[0]), pair) for pair in pairs]).mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = dict(model.named_parameters(remove_duplicate=False))
+    for (error, message), found, weights in run_ranks(2, freeze, "all"):
+        assert not error, message
+        assert found == pytest.approx(losses, rel=1e-6)
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected[name].detach(), rtol=1e-6, atol=1e-6)

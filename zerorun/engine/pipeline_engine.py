@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..data import RepeatingLoader
 from ..distributed.device import CPU, on_device
 from ..distributed.same_data import agree, checksum, inputs_and_labels, is_cheap, summands
 from ..distributed.transport.connect import connect_links
@@ -120,8 +121,12 @@ class PipelineEngine(Engine):
 
         ``return_logits``: return (loss, list of the last part's outputs); the list is empty on all but the last stage.
         ``reduce_output`` None: return the losses of this rank's micro-batches instead of the mean. ``bcast_loss`` False:
-        all stages but the last get None.
+        all stages but the last get None. Raises PipelineError for another ``reduce_output`` than these.
         """
+        if reduce_output is not None and reduce_output.lower() != "avg":
+            raise PipelineError(
+                f"eval_batch(reduce_output={reduce_output!r}): not known. Remedy: 'avg', or None for each loss."
+            )
         count = num_micro_batches or self.gradient_accumulation_steps()
         training = self.module.training
         self.module.eval()
@@ -241,7 +246,10 @@ class PipelineEngine(Engine):
                 board.enter(Phase.DATA)
                 found = [next(source) for _ in range(count)] if isinstance(source, Iterator) else found
             except StopIteration:
-                ended = True
+                ended = not isinstance(source, RepeatingLoader)
+                lacks = (
+                    "" if ended else "a data loader that gives this rank no micro-batch: dataloader_drop_last leaves none"
+                )
         if self._batch_fn is not None and found[0] is not None:
             found = [self._batch_fn(batch) for batch in found]
         board.enter(Phase.PIPELINE)
@@ -265,7 +273,7 @@ class PipelineEngine(Engine):
             raise PipelineError(
                 f"train_batch() and eval_batch() need an iterator over micro-batches on the first and the last stage"
                 f"{f', and got {lacks}' if lacks else '; another stage got none'}. Remedy: pass iter(...), or give "
-                "training_data to initialize()."
+                "training_data to initialize(), with at least train_micro_batch_size_per_gpu samples for each rank."
             )
         if too_few:
             raise StopIteration("the data has ended. Remedy: begin it anew, or wrap it so that it repeats itself.")
@@ -290,7 +298,7 @@ class PipelineEngine(Engine):
 
     def _own_data(self) -> Iterator[Any] | None:
         if self._data is None and self.dataloader is not None:
-            self._data = _again_and_again(self.dataloader)
+            self._data = RepeatingLoader(self.dataloader)
         return self._data
 
     def _begin(self, value: Any) -> Any:
@@ -321,8 +329,3 @@ _WHOLE_BATCHES = (
     "{0}() cannot be called on one stage of a pipeline: the schedule orders the work of all stages. Remedy: call "
     "engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
 )
-
-
-def _again_and_again(data: Iterable[Any]) -> Iterator[Any]:
-    while True:
-        yield from data

@@ -129,6 +129,7 @@ def divide(
         made = divide_experts(model, topology, device, made)
     if isinstance(model, Pipelined) and topology.pipe > 1:
         _refuse_dropped(model, topology)
+        _refuse_unlike(model, topology)
         _tie(model, topology, made, device)
     return made
 
@@ -184,6 +185,26 @@ def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
     lost = set(model.parameter_names()).difference(*found)
     if lost:
         raise ModelError(f"no pipeline stage has {', '.join(sorted(lost)[:5])}. This is an error in zerorun.")
+
+
+def _refuse_unlike(model: Pipelined, topology: Topology) -> None:
+    """Raise ModelError, on all ranks alike, if one copy of a tied parameter is frozen, or of a dtype, that others are not."""
+    mine = {}
+    for tie, _ in _ties_of_stages(model, topology):
+        for local in _names_here(tie, topology):
+            param = model.get_parameter(local)
+            how = f"{'trained' if param.requires_grad else 'frozen'}, {param.dtype}"
+            mine[local] = tie.name, how
+    copies: dict[str, dict[str, str]] = {}
+    for found in gather_values(mine):
+        for local, (name, how) in found.items():
+            copies.setdefault(name, {}).setdefault(f"{local} ({how})", how)
+    for name, ways in copies.items():
+        if len(set(ways.values())) > 1:
+            raise ModelError(
+                f"{name} is one parameter of several pipeline stages, where it is {', '.join(sorted(ways))}. Remedy: let it "
+                "have one dtype, and freeze it on every stage that has it, under the name that it has there."
+            )
 
 
 def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: torch.device) -> None:
