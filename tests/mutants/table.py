@@ -1024,6 +1024,22 @@ MUTANTS = (
         ("tests/unit/test_pipeline_split_backward.py", "-k", "hooks_of_weights"),
     ),
     Mutant(
+        "a-tie-may-be-frozen-in-part",
+        "swallowed",
+        "zerorun/startup/parallelize.py",
+        "        if len(set(ways.values())) > 1:",
+        "        if len({how.split()[-1] for how in ways.values()}) > 1:",
+        ("tests/ranks/test_parallel_bad_input.py", "-k", "tied_parameter_that_differ and one"),
+    ),
+    Mutant(
+        "an-empty-loader-is-the-end-of-data",
+        "remedy",
+        "zerorun/engine/pipeline_engine.py",
+        "                ended = not isinstance(source, RepeatingLoader)",
+        "                ended = True",
+        ("tests/ranks/test_parallel_bad_input.py", "-k", "without_a_micro_batch"),
+    ),
+    Mutant(
         "globals-hide-parameters",
         "swallowed",
         "zerorun/pipeline/hidden_parameters.py",

@@ -124,9 +124,7 @@ class PipelineEngine(Engine):
         all stages but the last get None. Raises PipelineError for another ``reduce_output`` than these.
         """
         if reduce_output is not None and reduce_output.lower() != "avg":
-            raise PipelineError(
-                f"eval_batch(reduce_output={reduce_output!r}): not known. Remedy: 'avg', or None for each loss."
-            )
+            raise PipelineError(f"eval_batch(reduce_output={reduce_output!r}). Remedy: 'avg', or None for each loss.")
         count = num_micro_batches or self.gradient_accumulation_steps()
         training = self.module.training
         self.module.eval()
@@ -247,9 +245,7 @@ class PipelineEngine(Engine):
                 found = [next(source) for _ in range(count)] if isinstance(source, Iterator) else found
             except StopIteration:
                 ended = not isinstance(source, RepeatingLoader)
-                lacks = (
-                    "" if ended else "a data loader that gives this rank no micro-batch: dataloader_drop_last leaves none"
-                )
+                lacks = "" if ended else "a data loader with no micro-batch for this rank (see dataloader_drop_last)"
         if self._batch_fn is not None and found[0] is not None:
             found = [self._batch_fn(batch) for batch in found]
         board.enter(Phase.PIPELINE)

@@ -188,7 +188,7 @@ def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
 
 
 def _refuse_unlike(model: Pipelined, topology: Topology) -> None:
-    """Raise ModelError, on all ranks alike, if one copy of a tied parameter is frozen, or of a dtype, that others are not."""
+    """Raise ModelError, on all ranks alike, if copies of a tied parameter differ in their dtype, or some are frozen."""
     mine = {}
     for tie, _ in _ties_of_stages(model, topology):
         for local in _names_here(tie, topology):
@@ -202,8 +202,8 @@ def _refuse_unlike(model: Pipelined, topology: Topology) -> None:
     for name, ways in copies.items():
         if len(set(ways.values())) > 1:
             raise ModelError(
-                f"{name} is one parameter of several pipeline stages, where it is {', '.join(sorted(ways))}. Remedy: let it "
-                "have one dtype, and freeze it on every stage that has it, under the name that it has there."
+                f"{name} is one parameter of several pipeline stages, where it is {', '.join(sorted(ways))}. Remedy: let "
+                "it have one dtype, and freeze it on every stage that has it, under the name that it has there."
             )
 
 
