@@ -86,7 +86,7 @@ def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise LaunchError(f"--hostfile {path}: {reason}. Remedy: give a file with a line for each host.") from None

@@ -272,6 +272,8 @@ def make_request(
         local_names=local,
         restarts=args.max_restarts,
         spares=args.spares or 0,
+        job_id=args.rdzv_id,
+        role=args.role,
     )
 
 
@@ -313,7 +315,12 @@ def read_exports(named: Sequence[tuple[str, str | None]], environment: Mapping[s
 def _parse_env_file(path: Path) -> dict[str, str]:
     """Parse lines NAME=VALUE. Quotes around a value are removed, nothing else; blank lines and comments are skipped."""
     found = {}
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise LaunchError(f"{path}: {reason}. Remedy: lines NAME=VALUE in UTF-8, or another name for the file.") from None
+    for number, line in enumerate(content.splitlines(), 1):
         text = line.strip().removeprefix("export ").strip()
         if not text or text.startswith("#"):
             continue

@@ -117,7 +117,7 @@ class _Look:
 def _state_of(process: int, seen: Seen, moves: bool, stacks: str) -> RankState:
     told = variables(process)
     job = job_of(told)
-    names = [job, *(told[name] for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID") if told.get(name))]
+    names = [job, *(told[name] for name in ("SLURM_JOB_ID", "TORCHELASTIC_RUN_ID") if told.get(name, "none") != "none")]
     count = launched(told).get("WORLD_SIZE", "")
     world_size = int(count) if count.isdecimal() else 1
     program = shlex.join(_words(process, "cmdline"))

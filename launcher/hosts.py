@@ -5,6 +5,7 @@ A hostfile has a line for each host; what follows ``#`` is a comment:
     node1 slots=8
     alice@node2 slots=8 port=2222
     gpu[03-06] slots=4          # four hosts
+    node3 slots=4 max_slots=8   # Open MPI's; changes nothing
     fe80::17 slots=2            # or [fe80::17]
 
 A filter has DeepSpeed's grammar, ``HOST[:SLOT[,SLOT...]][@HOST...]``, extended by ranges of slots (``0-3``) and hosts.
@@ -79,8 +80,12 @@ def _parse_entry(words: list[str]) -> Host:
             raise ValueError(f"{user!r} is not a user name. Remedy: USER@HOST, of letters, digits and any of '._-'.")
     name = name[1:-1] if _is_bracketed_address(name) else name
     host, seen = Host(name, user=user), set()
+    has_slots = any(word.startswith("slots=") for word in words)
     for word in words[1:]:
         key, equals, value = word.partition("=")
+        if has_slots and key in ("max_slots", "max-slots"):  # of Open MPI: how many may be there, whoever asks
+            _number(word, value, 1, _MOST_SLOTS)
+            continue
         if key not in ("slots", "port", "user") or not equals:
             raise ValueError(f"{word!r} is not understood. Remedy: write slots=N, port=N or user=NAME.")
         if key in seen:

@@ -93,6 +93,8 @@ class LaunchRequest:
     local_names: tuple[str, ...] = ()  # hosts that are the launcher's own
     restarts: int = 0  # how many are allowed
     spares: int = 0  # the last of the hosts, which are in reserve
+    job_id: str = "none"
+    role: str = "default"
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,10 @@ def _worker_variables(
         # torchrun's names.
         "TORCHELASTIC_RESTART_COUNT": str(restart),
         "TORCHELASTIC_MAX_RESTARTS": str(request.restarts),
+        "TORCHELASTIC_RUN_ID": request.job_id,  # by this, torch.distributed.is_torchelastic_launched() is True
+        "ROLE_RANK": str(place.rank),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "ROLE_NAME": request.role,
     }
     if threads is not None:
         variables["OMP_NUM_THREADS"] = str(threads)

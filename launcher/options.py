@@ -11,6 +11,8 @@ from typing import Any
 
 import zerorun
 
+from .foreign_options import add_foreign_options, launcher_name
+
 VERIFY = "verify"  # the script that zerorun has: module:function --config FILE
 _LAUNCHERS = ("local", "ssh", "slurm", "pdsh", "openmpi")
 
@@ -36,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_worker_options(add)
     _add_host_options(add)
     _add_run_options(add)
+    add_foreign_options(add)
     parser.add_argument("--version", action="version", version=f"zerorun {zerorun.__version__}")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
@@ -121,6 +124,7 @@ def _add_host_options(add: Callable[..., None]) -> None:
     )
     add(
         "--launcher",
+        type=launcher_name,
         choices=_LAUNCHERS,
         help="how to reach hosts (default: slurm in an allocation, ssh with a hostfile, else local); pdsh means ssh",
     )
@@ -131,6 +135,7 @@ def _add_host_options(add: Callable[..., None]) -> None:
         metavar="K",
         help="no ssh: the same command is typed on each of --nnodes hosts, with K = 0 where --master-addr is",
     )
+    add("--no-ssh", action="store_true", help="as deepspeed; --node-rank is what counts")
     add(
         "--secret-file",
         type=Path,
@@ -140,6 +145,7 @@ def _add_host_options(add: Callable[..., None]) -> None:
     )
     add("--rdzv-endpoint", type=_endpoint, metavar="HOST:PORT", help="--master-addr and --master-port in one")
     add("--rdzv-id", default="none", metavar="ID", help="a name of the job, the same on all hosts")
+    add("--role", default="default", metavar="NAME", help="ROLE_NAME of the workers, as torchrun")
     add("--rdzv-backend", choices=["static", "c10d"], help="as torchrun; changes nothing here")
     add("--standalone", action="store_true", help="as torchrun: this machine only, a free port; the default")
     add("--sbatch", action="store_true", help="write a batch script with this command and submit it to SLURM")
@@ -168,6 +174,7 @@ def _add_run_options(add: Callable[..., None]) -> None:
     add("--local-ranks-filter", type=_ranks, metavar="0,1", help="show the output of these local ranks only")
     add(
         "--grace",
+        "--shutdown-timeout",
         type=_seconds,
         default=5.0,
         metavar="SECONDS",
@@ -191,7 +198,7 @@ def _add_run_options(add: Callable[..., None]) -> None:
         const="",
         metavar="JOB",
         help="start nothing: print what all ranks of the jobs on the hosts are doing, with their stacks. JOB: only that "
-        "one, by its number in SLURM, its --rdzv-id of torchrun, or MASTER_ADDR:MASTER_PORT",
+        "one, by its number in SLURM, its --rdzv-id, or MASTER_ADDR:MASTER_PORT",
     )
     add(
         "--trace",
@@ -234,9 +241,11 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
         return args
     if not command:
         parser.error("no script given")
+    if args.no_ssh and args.node_rank is None:
+        parser.error("--no-ssh: which host is this? Remedy: on each, --node-rank K, --nnodes N and --master-addr HOST")
     if args.module and args.no_python:
         parser.error("--module and --no-python exclude each other")
-    if command[0] == VERIFY and not os.path.exists(VERIFY):
+    if command[0] == VERIFY and not (args.module or args.no_python or os.path.exists(VERIFY)):
         args.module, args.target = True, "zerorun.verify"
     if not args.module and not args.no_python and not os.path.exists(args.target):
         parser.error(f"script not found: {args.target}")

@@ -36,6 +36,7 @@ _OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
 # They say which rank the worker is, and matter only when it runs.
 _OF_A_RANK = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "CROSS_RANK"}
+    | {"ROLE_RANK", "ROLE_WORLD_SIZE"}
     | {"CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"}
     | {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 )

@@ -175,6 +175,22 @@ def test_mpirun_itself(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == pytest.approx([2, *_weights_of_one_process()], rel=1e-5)
 
 
+TORCHS_OWN = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+print(dist.is_torchelastic_launched(), float(total), os.environ["ROLE_RANK"] == os.environ["RANK"])
+"""
+
+
+@pytest.mark.nightly
+def test_a_script_of_torchs_own_meets_as_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TORCHS_OWN)
+    done = launch(tmp_path / "train.py")
+    assert done.returncode == 0 and done.stdout.count("True 2.0 True") == 2, done.stderr
+
+
 OWN_GROUP = """
 import sys, torch, zerorun
 import torch.distributed as dist

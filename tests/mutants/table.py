@@ -2970,6 +2970,22 @@ MUTANTS = (
         ("tests/unit/test_launched.py::test_how_many_ranks_are_here",),
     ),
     Mutant(
+        "workers-of-zerorun-are-torchruns",
+        "rank",
+        "zerorun/watch/sidecars.py",
+        '    if "TORCHELASTIC_USE_AGENT_STORE" in environment:  # zerorun sets the other variables of torchrun',
+        '    if "TORCHELASTIC_RUN_ID" in environment:',
+        ("tests/unit/test_sidecars.py::test_who_has_started_a_rank_and_where",),
+    ),
+    Mutant(
+        "the-users-own-verify-is-not-run",
+        "swallowed",
+        "launcher/options.py",
+        "    if command[0] == VERIFY and not (args.module or args.no_python or os.path.exists(VERIFY)):",
+        "    if command[0] == VERIFY and not os.path.exists(VERIFY):",
+        ("tests/unit/test_launcher.py::test_verify_is_a_module_of_ours_unless_there_is_such_a_script",),
+    ),
+    Mutant(
         "every-file-of-config-is-ours",
         "swallowed",
         "launcher/cli.py",

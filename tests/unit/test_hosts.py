@@ -30,7 +30,7 @@ def slots_of(hosts: Iterable[Host]) -> dict[str, tuple[int, ...] | None]:
 
 
 def test_every_part_of_a_line() -> None:
-    text = "# all\n\n  node1 slots=2 # two\nalice@node2\tport=2222 slots=1\nnode3 user=b.o-b_1#c\nnode4\n"
+    text = "# all\n\n  node1 slots=2 max_slots=8 # two\nalice@node2\tport=2222 slots=1\nnode3 user=b.o-b_1#c\nnode4\n"
     first, second = Host("node1", (0, 1)), Host("node2", (0,), "alice", 2222)
     assert hosts_of(text) == [first, second, Host("node3", None, "b.o-b_1"), Host("node4")]
     assert hosts_of(text.replace("\n", "\r\n")) == hosts_of(text)

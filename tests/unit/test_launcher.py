@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import zerorun
 from zerorun.errors import LaunchError
@@ -57,6 +58,9 @@ def test_verify_is_a_module_of_ours_unless_there_is_such_a_script(tmp_path: Path
     words = ("--nproc=2", "verify", "task:make", "--config", "ds.json")
     args: Any = parse(*words)
     assert (args.module, args.target, args.target_args) == (True, "zerorun.verify", ["task:make", "--config", "ds.json"])
+    for option in ("-m", "--no-python"):  # a module or program of the user's
+        args = parse(option, *words)
+        assert (args.module, args.no_python, args.target) == (option == "-m", option != "-m", "verify")
     (tmp_path / "verify").touch()
     args = parse(*words)
     assert (args.module, args.target) == (False, "verify")
@@ -94,6 +98,10 @@ def test_workers_get_torch_and_deepspeed_variables() -> None:
         "GROUP_WORLD_SIZE": "1",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": "none",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "2",
+        "ROLE_NAME": "default",
     }
 
 
@@ -159,7 +167,12 @@ def test_script_arguments_are_not_read_by_us(script: str, before: list[str]) -> 
     ("argv", "words"),
     [
         ([], "no script given"),
-        (["--autotuning=run", "train.py"], "unknown option --autotuning=run"),
+        (["--autotune=run", "train.py"], "unknown option --autotune=run. Options of the script belong after the script."),
+        (["--autotuning=run", "train.py"], "--autotuning: zerorun has no such option. Remedy: zerorun-plan"),
+        (["-r", "3", "train.py"], "-r: zerorun has no such option. Remedy: --log-dir"),
+        (["--elastic_training", "train.py"], "--elastic_training: zerorun has no such option. Remedy: --nnodes MIN:MAX"),
+        (["--launcher=IMPI", "train.py"], "'IMPI': hosts are reached by ssh, slurm or openmpi"),
+        (["--no_ssh", "train.py"], "--no-ssh: which host is this? Remedy: on each, --node-rank K"),
         (["--nnodes=2:1", "train.py"], "the first number is larger than the second"),
         (["--export", "a-b=1", "train.py"], "'a-b' is not the name of a variable"),
         (["missing.py"], "script not found: missing.py"),
@@ -176,6 +189,48 @@ def test_refusals(script: str, capsys: pytest.CaptureFixture[str], argv: list[st
         cli.main(argv)
     assert stop.value.code == 2
     assert words in capsys.readouterr().err
+
+
+DEEPSPEED = """-H --hostfile -i --include -e --exclude --num_nodes --min_elastic_nodes --max_elastic_nodes --num_gpus
+--num_accelerators --master_port --master_addr --node_rank --launcher --launcher_args --module --no_python --no_local_rank
+--no_ssh --no_ssh_check --force_multi --save_pid --enable_each_rank_log --autotuning --elastic_training --bind_cores_to_rank
+--bind_core_list --ssh_port --venv_script --log_level -q --quiet --enable_elastic_training"""
+
+
+def test_options_of_torchrun_and_deepspeed_are_known() -> None:
+    """Each has a meaning here, changes nothing, or is refused with what to do instead."""
+    theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
+    assert len(theirs) > 50 and theirs | {*DEEPSPEED.split()} <= build_parser()._option_string_actions.keys()
+
+
+def test_options_that_change_nothing(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plans = []
+    torchrun = [
+        "--rdzv_conf",
+        "timeout=9",
+        "--monitor-interval=1",
+        "--start-method",
+        "fork",
+        "--run-path",
+        "--local-addr",
+        "h",
+    ]
+    deepspeed = ["--no_ssh_check", "--log_level", "error", "-q", "--signals-to-handle=SIGTERM"]
+    for words in ([], torchrun, deepspeed):
+        assert cli.main(["--nproc=2", "--master-port=29511", "--dry-run=json", *words, script, "-q"]) == 0
+        plans.append(capsys.readouterr().out)
+    assert plans[0] == plans[1] == plans[2]
+    assert parse("--shutdown-timeout", "9", script).grace == 9.0  # type: ignore[attr-defined]
+
+
+def test_launchers_may_be_written_in_capitals(script: str) -> None:
+    assert [parse("--launcher", name, script).launcher for name in ("PDSH", "OpenMPI")] == ["pdsh", "openmpi"]  # type: ignore[attr-defined]
+
+
+def test_names_of_the_job_reach_its_workers(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--rdzv-id=night", "--role", "trainer", "--dry-run=json", script]) == 0
+    env = json.loads(capsys.readouterr().out)["nodes"][0]["workers"][0]["env"]
+    assert (env["TORCHELASTIC_RUN_ID"], env["ROLE_NAME"], env["ROLE_WORLD_SIZE"]) == ("night", "trainer", "1")
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +251,7 @@ def test_launcher_imports_neither_torch_nor_slow_modules_at_the_top() -> None:
         names |= {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
         assert not {name for name in names if name.split(".")[0] in ("torch", "numpy", "pydantic")}, path
         assert {name.split(".")[1] for name in names if name.startswith("zerorun.")} <= allowed, path
-    for path in (Path(cli.__file__), Path(cli.__file__).with_name("options.py")):
+    for path in (Path(cli.__file__).with_name(name) for name in ("cli.py", "options.py", "foreign_options.py")):
         top = {node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)}
         assert top <= {
             "__future__",
@@ -207,6 +262,7 @@ def test_launcher_imports_neither_torch_nor_slow_modules_at_the_top() -> None:
             "typing",
             "zerorun.errors",
             "options",
+            "foreign_options",
         }
 
 

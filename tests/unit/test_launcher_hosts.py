@@ -72,6 +72,11 @@ def plan(*argv: str, environment: dict[str, str] | None = None) -> JobPlan:
 # -- hosts and ranks ---------------------------------------------------------------------------------------------------
 
 
+def test_a_hostfile_may_begin_with_a_byte_order_mark(folder: Path) -> None:
+    (folder / "hosts").write_bytes(b"\xef\xbb\xbfn1 slots=2\r\n")
+    assert [node.host for node in plan("-H", "hosts").nodes] == ["n1"]
+
+
 def test_ranks_follow_the_hostfile(folder: Path) -> None:
     found = plan("--hostfile", "hosts", "--include", "n3@n2:1,3")
     assert {node.host: [worker.rank for worker in node.workers] for node in found.nodes} == {"n2": [0, 1], "n3": [2, 3]}
@@ -147,6 +152,11 @@ def test_env_files_and_exports(folder: Path) -> None:
     (folder / ".zerorun_env").write_text("export THREE=3=3\n")
     found = cli.read_exports([("FOUR", None), ("ONE", "over")], {"FOUR": "4"}, files=True)
     assert found == {"ONE": "over", "TWO": "a 'b'", "THREE": "3=3", "FOUR": "4"}
+    (folder / ".zerorun_env").write_bytes(b"\xef\xbb\xbfTHREE=3\n")  # as some editors on Windows begin files
+    assert cli.read_exports([], {}, files=True)["THREE"] == "3"
+    (folder / ".zerorun_env").write_bytes(b"NAME=caf\xe9\n")
+    with pytest.raises(LaunchError, match=r"\.zerorun_env: it is not UTF-8 text\. Remedy: "):
+        cli.read_exports([], {}, files=True)
     (folder / ".zerorun_env").write_text("OK=1\nno equals sign\n")
     with pytest.raises(LaunchError, match=r"\.zerorun_env, line 2: expected NAME=VALUE"):
         cli.read_exports([], {}, files=True)

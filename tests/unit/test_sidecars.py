@@ -22,7 +22,8 @@ from harness import patience
 from zerorun.launcher.boards import is_gone
 from zerorun.watch import board, launched, sidecars
 
-TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+ZERORUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+TORCHRUN = {**ZERORUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}
 SRUN = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "77", "SLURM_NNODES": "3"}
 
 
@@ -127,6 +128,7 @@ def test_jobs_on_one_host(started: list[Any], monkeypatch: pytest.MonkeyPatch) -
         ({**torchrun(1), "LOCAL_WORLD_SIZE": "4"}, True, True),
         ({**torchrun(0), "WORLD_SIZE": "1"}, False, False),
         ({name: value for name, value in torchrun(1).items() if name != "LOCAL_WORLD_SIZE"}, False, False),
+        ({**ZERORUN, "RANK": "1", "LOCAL_RANK": "1"}, False, False),  # what a worker of zerorun has started
         (srun(1), True, False),
         ({**srun(1), "SLURM_STEP_NUM_NODES": "1"}, True, True),  # a step on one of the three nodes of the job
         ({**srun(1), "SLURM_NNODES": "1"}, True, True),

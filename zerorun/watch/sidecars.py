@@ -86,7 +86,7 @@ def _start(order: Mapping[str, Any], *files: int) -> None:
 
 def _local_rank(environment: Mapping[str, str]) -> int | None:
     """The number of this rank on its host; None if neither torchrun nor srun has started it."""
-    if "TORCHELASTIC_RUN_ID" in environment:
+    if "TORCHELASTIC_USE_AGENT_STORE" in environment:  # zerorun sets the other variables of torchrun
         return int(environment["LOCAL_RANK"]) if "LOCAL_WORLD_SIZE" in environment else None
     if is_task_of_several(environment):
         return int(environment.get("SLURM_LOCALID", 0))
