@@ -132,16 +132,21 @@ def test_keys_that_are_read_occur_in_the_source(table: dict[str, str], configura
 
 # Prints section -> keys that DeepSpeed takes: of its models, and of what it looks up at the top level and in data_types.
 _OF_DEEPSPEED = """
-import json, re, warnings
+import dataclasses, json, re, warnings
 warnings.simplefilter("ignore")
 from deepspeed.comm.config import CommsLoggerConfig
 from deepspeed.compile.config import CompileConfig
+from deepspeed.module_inject.auto_ep_presets.base import AutoEPConfig
 from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.runtime import config, constants
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
-from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from deepspeed.runtime.activation_checkpointing import config as recomputation
+from deepspeed.runtime.swap_tensor import constants as disks
+from deepspeed.runtime.tensor_parallel.config import TPConfig, TPTrainingConfig
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
+from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
 models = {
     "zero_optimization": DeepSpeedZeroConfig,
@@ -156,8 +161,15 @@ models = {
     "comms_logger": CommsLoggerConfig,
     "compile": CompileConfig,
     "tensor_parallel": TPTrainingConfig,
+    "tensor_parallel.tp": TPConfig,
+    "timers.throughput": DeepSpeedThroughputTimerConfig,
+    "zero_optimization.leaf_module": DeepSpeedZeroLeafModuleConfig,
 }
 found = {name: [field.alias or key for key, field in kind.model_fields.items()] for name, kind in models.items()}
+found["expert_parallel"] = [each.name for each in dataclasses.fields(AutoEPConfig) if not each.name.startswith("_")]
+for name, module, begin in (("aio", disks, "AIO_"), ("activation_checkpointing", recomputation, "ACT_CHKPT_")):
+    words = {word: value for word, value in vars(module).items() if word.startswith(begin) and isinstance(value, str)}
+    found[name] = [value for word, value in words.items() if not word.endswith(("_DEFAULT", "_FORMAT"))]
 source = open(config.__file__).read()
 for name, pattern in {
     "": r"get_scalar_param\\(param_dict, ([A-Z_0-9]+)",
@@ -176,7 +188,7 @@ def test_every_key_of_deepspeed_is_known() -> None:
     done = subprocess.run([sys.executable, "-c", _OF_DEEPSPEED], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found[""]) > 10 and len(found["data_types"]) > 3
+    assert len(found[""]) > 10 and len(found["data_types"]) > 3 and len(found["aio"]) > 3
     unknown = []
     for path, keys in found.items():
         section: type[Section] = Config

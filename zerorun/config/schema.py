@@ -219,7 +219,8 @@ class Config(Section):
             "eigenvalue estimation is not built.",
         ),
         "hybrid_engine": _keys(
-            "max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size",
+            "max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
+            "enable_cuda_graph",
             "the hybrid engine is not built.",
         ),
         "nebula": _keys(
