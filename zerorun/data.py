@@ -8,7 +8,9 @@ from itertools import chain, count, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe, Sampler
+from torch.utils.data.graph import traverse_dps
+from torch.utils.data.graph_settings import get_all_graph_pipes
 
 from .distributed.topology import Topology
 from .errors import CheckpointError
@@ -327,8 +329,11 @@ class RepeatingLoader:
 def divides_itself(dataset: Dataset[Any]) -> bool:
     """True for an iterable dataset that is known to give other samples on each rank.
 
-    Hugging Face's does so after ``split_dataset_by_node()``, which is what ``_distributed`` tells.
+    Hugging Face's does so after ``split_dataset_by_node()``, which is what ``_distributed`` tells. A datapipe is divided by
+    torch's DataLoader at its ``sharding_filter()``, over all ranks of the world.
     """
+    if isinstance(dataset, IterDataPipe):
+        return any(hasattr(pipe, "apply_sharding") for pipe in get_all_graph_pipes(traverse_dps(dataset)))
     packages = {kind.__module__.partition(".")[0] for kind in type(dataset).__mro__}
     return getattr(dataset, "_distributed", None) is not None or not packages.isdisjoint(_DIVIDING_PACKAGES)
 

@@ -1520,6 +1520,14 @@ MUTANTS = (
         ("tests/unit/test_dataloader.py", "-k", "known_to_divide"),
     ),
     Mutant(
+        "a-datapipe-with-a-filter-is-divided-twice",
+        "rank",
+        "zerorun/data.py",
+        "    if isinstance(dataset, IterDataPipe):",
+        "    if dataset is None:",
+        ("tests/ranks/test_streams.py", "-k", "datapipe"),
+    ),
+    Mutant(
         "a-loader-goes-on-from-the-state-of-another-rank",
         "rank",
         "zerorun/checkpoint/checkpointer.py",

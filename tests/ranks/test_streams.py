@@ -118,6 +118,25 @@ def test_streams_of_hugging_face() -> None:
     assert run_ranks(2, read_from_hugging_face) == [[[[0, 2, 4], [6, 8, 10]]] * 2, [[[1, 3, 5], [7, 9, 11]]] * 2]
 
 
+def read_a_datapipe(filters: bool) -> list[int]:
+    from torch.utils.data.datapipes.iter import IterableWrapper
+
+    data = IterableWrapper(range(12)).shuffle()
+    data = data.sharding_filter() if filters else data
+    torch.manual_seed(0 if not filters else dist.get_rank())  # torch's DataLoader gives ranks a seed in common
+    engine = zerorun.initialize(model(), settings(), training_data=data, topology=shared_topology())
+    found = [number for batch in engine.dataloader for number in batch.tolist()]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_a_datapipe_is_divided_once(filters: bool) -> None:
+    first, second = run_ranks(2, read_a_datapipe, filters)
+    assert len(first) == len(second) == 6
+    assert sorted(first + second) == list(range(12))
+
+
 # -- loaders with a state ----------------------------------------------------------------------------------------
 
 
