@@ -3493,4 +3493,20 @@ MUTANTS = (
         "    counted = [found for found in _by_time(directory)[0] if not found.is_link]",
         ("tests/unit/test_checkpoint_files.py::test_prune_spares_what_latest_is_not_to_name",),
     ),
+    Mutant(
+        "buffers-are-all-of-the-first-rank",
+        "rank",
+        "zerorun/checkpoint/load.py",
+        "                kind, place = (BUFFER, own[stored]) if stored in own else (MODEL, stored)",
+        "                kind, place = MODEL, stored",
+        ("tests/ranks/test_rank_buffers.py", "-k", "gets_its_own"),
+    ),
+    Mutant(
+        "parts-that-cannot-be-described-are-left-out",
+        "swallowed",
+        "zerorun/checkpoint/save.py",
+        "    tables = ranks.gather_unless(problem, rows)",
+        "    tables = ranks.gather(rows or [])",
+        ("tests/ranks/test_rank_buffers.py", "-k", "no_file_can_hold"),
+    ),
 )

@@ -16,7 +16,7 @@ from zerorun.checkpoint.write_plan import MODEL
 
 
 def saver() -> Saver:
-    return Saver(SimpleNamespace(close=lambda: None), None)  # type: ignore[arg-type]
+    return Saver(SimpleNamespace(close=lambda: None, agree=lambda problem: None), None)  # type: ignore[arg-type]
 
 
 def captured(*tensors: torch.Tensor) -> Captured:

@@ -22,6 +22,7 @@ from .json_values import decode, encode
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
 from .manifest import Manifest, never_cast
 from .merging import Merged
+from .rank_buffers import RankBuffers, Sums
 from .ranks import Ranks, attempt, leads_stage, speaking_up
 from .read import Reader, candidates, open_on_all, steps_of
 from .requests import check_client_state, directory_of, dtype_of, tag_of
@@ -54,6 +55,7 @@ class Checkpointer:
         self.subject, self.run = subject, run
         self.inventory = Inventory.of(subject)
         self.expected = self.inventory.describe()  # the model as it was when the engine was created
+        self._rank_buffers = RankBuffers(subject.topology)
         self._saver: Saver | None = None
         self._adapters: dict[str, bytes] | None = None  # adapters.json by name; {}: no adapters; None: not yet made
         self.check_point: Callable[[str], None] = lambda point: None  # tests interrupt a save here
@@ -182,9 +184,16 @@ class Checkpointer:
 
     def capture(self, tag: str, client_state: dict[str, Any], *, trainable_only: bool, joined: bool = True) -> Captured:
         """What this rank has now. Its parts are where they are, not copied, but for those in two tensors if ``joined``."""
-        captured, problem = attempt(lambda: self._capture_here(tag, client_state, trainable_only, joined))
-        self.saver.ranks.agree(problem)
-        assert captured is not None
+
+        def look() -> tuple[Captured, Sums]:
+            captured = self._capture_here(tag, client_state, trainable_only, joined)
+            return captured, self._rank_buffers.sums(captured.buffers)
+
+        found, problem = attempt(look)
+        self._rank_buffers.learn(self.saver.ranks.gather_unless(problem, found and found[1]))
+        assert found is not None
+        captured = found[0]
+        captured.parts += self._rank_buffers.parts(captured.buffers)
         return captured
 
     def _capture_here(self, tag: str, client_state: dict[str, Any], trainable_only: bool, joined: bool) -> Captured:
@@ -205,6 +214,7 @@ class Checkpointer:
             data=self._data_state(tensors),
             frozen=frozen,
             small=_model_description(self.subject.module, self.run.compute_dtype) if rank == 0 else {},
+            buffers=buffers,
         )
         captured.parts = [part.joined() for part in captured.parts] if joined else captured.parts
         captured.tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

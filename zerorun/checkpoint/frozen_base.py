@@ -33,8 +33,9 @@ def sums_of_values(kept: Kept, values: Mapping[str, torch.Tensor]) -> Live:
     """The sums of whole tensors that this process has."""
     live = {}
     for name in kept.keys() & values.keys():
-        value = values[name].detach().cpu().contiguous().view(-1)
-        live[name] = value.dtype, f"{zlib.crc32(memory_of(value.to(_cast_to(value.dtype, kept[name])))):08x}"
+        value = values[name].detach().cpu().contiguous()
+        cast = value.to(_cast_to(value.dtype, kept[name]))  # it must outlive the view of its memory
+        live[name] = value.dtype, f"{zlib.crc32(memory_of(cast)):08x}"
     return live
 
 

@@ -33,11 +33,12 @@ from .frozen_base import refuse_other_base, sums_of_parts
 from .gather import PeerReader
 from .inventory import Contents, Inventory, SavedParameter, ranges_of, together
 from .json_values import decode
+from .rank_buffers import own_buffers
 from .ranks import Ranks, attempt, leads_stage
 from .read import Read, Reader
 from .save import unpack_scalars, unpack_values
 from .tensorfile import dtype_of
-from .write_plan import MASTER, MODEL, OPTIMIZER, RESIDUAL
+from .write_plan import BUFFER, MASTER, MODEL, OPTIMIZER, RESIDUAL
 
 # Keys of parameter groups that say how a step is computed, not what it computes.
 IMPLEMENTATION = frozenset(
@@ -191,12 +192,13 @@ class ModelLoader:
         subject.model.runtime.reducer.forget_residuals()
         reads = [read for name, home in self.inventory.homes.items() for read in self._weight_reads(name, home)]
         buffers, _ = self.inventory.buffers()
-        copies = []
+        own, copies = own_buffers(self.reader, subject.topology), []
         for name, buffer in (*self.inventory.kept_apart().items(), *buffers.items()):
             stored = self.find(name)
             if stored is not None:
                 flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
-                reads.append(Read(MODEL, stored, 0, flat))
+                kind, place = (BUFFER, own[stored]) if stored in own else (MODEL, stored)
+                reads.append(Read(kind, place, 0, flat))
                 copies.append((buffer, flat))
         self.reader.fetch(reads, ranks)
         self._convert_all()

@@ -9,6 +9,8 @@ safetensors files. The set ``S`` consists of the files ``S-00001-of-0000N.safete
     master           the fp32 weights that the optimizer updates, for parameters that have another dtype
     optimizer.KEY    the state KEY of the optimizer, such as optimizer.exp_avg. If it is U8, each element is a code, and
                      optimizer.KEY.scale has the scale of each 256 of them (ops/state_format.py)
+    buffer           buffers that ranks have otherwise than the first of their pipeline stage, as ``rank 3: NAME``
+    residual         what coding has left out of gradients, by rank
     state            tensors that the manifest refers to: random number generators, client state
 
 ``zerorun.json`` is ``{"crc32": C, "content": {...}}``, where C is the CRC-32 of the content as JSON with sorted keys and no

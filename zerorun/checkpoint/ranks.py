@@ -73,13 +73,19 @@ class Ranks:
 
     def agree(self, problem: Problem | None) -> None:
         """Raise CheckpointError, or DamagedError, on all ranks if any rank has a problem. It names the first such rank."""
-        found = [(rank, other) for rank, other in enumerate(self.gather(problem)) if other is not None]
+        self.gather_unless(problem, None)
+
+    def gather_unless(self, problem: Problem | None, value: T | None) -> list[T]:
+        """Every rank's ``value``, by rank. Where ``problem`` is not None, it has none: then the same as ``agree``."""
+        gathered = self.gather((problem, value))
+        found = [(rank, other) for rank, (other, _) in enumerate(gathered) if other is not None]
         if found:
             self._let_all_hear()
             rank, first = found[0]
             more = len(found) - 1
             others = f" ({more} more rank{'s have' if more > 1 else ' has'} a problem, too)" if more else ""
             raise Problem(f"rank {rank}: {first.text}{others}" if self.size > 1 else first.text, first.damaged).error()
+        return [value for _, value in gathered]  # type: ignore[misc]
 
     def _let_all_hear(self) -> None:
         """Wait until every rank knows of the problem: the first to end must not cut off what the others still receive."""

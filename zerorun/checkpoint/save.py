@@ -19,17 +19,18 @@ import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..distributed.device import host_empty, on_gpu, on_host, synchronize
 from ..distributed.waits import waiting
 from ..errors import CheckpointError, DamagedError, ModelError
-from ..log import logger
+from ..log import logger, warn_once
 from ..optim.requested import RawOptimizer
 from ..plan.optimizer_states import OptimizerStates
 from ..watch.board import NOBODY, stay_off_the_board
@@ -37,8 +38,8 @@ from .gather import Collector, PeerReader
 from .inventory import TensorPart, refuse_state_name
 from .json_values import decode, dtype_by_name, encode
 from .manifest import Manifest
-from .ranks import Ranks, leads_stage
-from .tensorfile import FileRecord, memory_of
+from .ranks import Ranks, attempt, leads_stage
+from .tensorfile import FileRecord, dtype_code, memory_of
 from .write import Destination, commit, index_files, small_tensor_file, write_tensors
 from .write_plan import OPTIMIZER, STATE, STATE_FILE, WritePlan, make_plan
 
@@ -61,6 +62,7 @@ class Captured:
     frozen: list[TensorPart] = field(default_factory=list)  # left out of the checkpoint, which has their checksums only
     small: dict[str, bytes] = field(default_factory=dict)  # name -> content of small files, such as config.json
     weights_only: bool = False
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)  # of this rank, not copied
 
     def facts(self, ranks: Ranks) -> RankFacts:
         """What only this rank knows, beside its parts."""
@@ -107,12 +109,9 @@ class Saver:
         Raises CheckpointError, also that of the preceding asynchronous save.
         """
         self.wait()
+        self.ranks.agree(attempt(lambda: self._copy(captured, asynchronous=asynchronous))[1])
         if not asynchronous:
-            if self._read_peer is not None:  # others read the parts where they lie
-                captured.parts = host_copies(captured.parts)
             return self._write(captured, target)
-        captured.parts = self._stage(captured.parts)
-        captured.frozen = host_copies(captured.frozen)
         if not self._watches_exit:
             atexit.register(self._tell_by_exit_code)
             self._watches_exit = True
@@ -161,6 +160,14 @@ class Saver:
             self._failure.__cause__ = error
         if self._failure is not None:  # there may be no next call to raise it
             logger.error("the checkpoint %s was not saved: %s", target.directory / target.tag, self._failure)
+
+    def _copy(self, captured: Captured, *, asynchronous: bool) -> None:
+        """Copy what must not be where it is, because training goes on, or because others read it."""
+        if asynchronous:
+            captured.parts = self._stage(captured.parts)
+            captured.frozen = host_copies(captured.frozen)
+        elif self._read_peer is not None:  # others read the parts where they lie
+            captured.parts = host_copies(captured.parts)
 
     def _stage(self, parts: list[TensorPart]) -> list[TensorPart]:
         """Copy ``parts`` into host memory, which is pinned if they are on a GPU, and which is kept for the next save."""
@@ -224,7 +231,8 @@ def plan_together(parts: list[TensorPart], order: list[str], ranks: Ranks) -> Wr
 
     ``order``: the tensor names of this rank's module, in order. In the plan, pipeline stages follow one another.
     """
-    tables = ranks.gather([part.row() for part in parts])
+    rows, problem = attempt(lambda: [part.row() for part in parts])
+    tables = ranks.gather_unless(problem, rows)
     stages = ranks.gather(order if leads_stage(ranks.topology) else [])
     return make_plan(tables, ranks.topology, dict.fromkeys(name for names in stages for name in names))
 
@@ -237,7 +245,9 @@ def frozen_sums(
     ``order``: the tensor names of this rank's module, in order.
     """
     if read_peer is not None:
-        parts = host_copies(parts)
+        copies, problem = attempt(lambda: host_copies(parts))
+        ranks.agree(problem)
+        parts = copies or []
     plan = plan_together(parts, order, ranks)
     memory, rests = memory_of_parts(parts)
     collector = Collector(plan, memory, ranks, read_peer, rests)
@@ -373,6 +383,16 @@ def refuse_unsavable_states(raw: RawOptimizer) -> None:
         pack_values(states.apart | (more_of(raw.optimizer) if raw.optimizer is not None else {}))
     except CheckpointError as error:
         raise ModelError(str(error)) from None
+
+
+def warn_of_unsavable_buffers(model: nn.Module) -> None:
+    """Warn of buffers that make every save fail: better at the start than after the first hour."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                _, problem = attempt(partial(dtype_code, buffer.dtype, f"{prefix}.{key}".lstrip(".")))
+                if problem is not None:
+                    warn_once(f"this model cannot be saved: {problem.text}")
 
 
 def pack_scalars(scalars: dict[str, dict[str, Scalar]]) -> dict[str, list[dict[str, Any]]]:

@@ -59,7 +59,10 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 def dtype_code(dtype: torch.dtype, name: str) -> str:
     """The format's name of ``dtype``. Raises CheckpointError, naming the tensor, if it has none."""
     if dtype not in _CODES:
-        raise CheckpointError(f"tensor {name!r} has dtype {dtype}, which safetensors files cannot hold.")
+        raise CheckpointError(
+            f"tensor {name!r} has dtype {dtype}, which safetensors files cannot hold. Remedy: keep it in another dtype, or "
+            "register a buffer that can be computed anew with persistent=False."
+        )
     return _CODES[dtype]
 
 

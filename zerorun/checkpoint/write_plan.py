@@ -28,6 +28,7 @@ from .tensorfile import Described, dtype_of
 
 MODEL, MASTER, OPTIMIZER, STATE = "model", "master", "optimizer.", "state"
 RESIDUAL = "residual"  # the set of what coding has left out of gradients: tensors of single ranks, not of parameters
+BUFFER = "buffer"  # the set of buffers that ranks have otherwise than the first of their stage: see rank_buffers.py
 STATE_FILE = f"{STATE}-00001-of-00001.safetensors"
 CAST = "cast."  # prefix of tensors that are only written in the dtype ``rounded``: into the set that follows it, or model
 ADAPTER = "adapter_model"  # PEFT's name for an adapter's only file; also the name of its set, maybe with a folder in front

@@ -20,7 +20,7 @@ from ..activations.blocks import CheckpointedBlocks, Recompute
 from ..activations.checkpointing import Adopted
 from ..activations.host_pool import HostPool
 from ..checkpoint.automatic import refuse_shared_directory
-from ..checkpoint.save import refuse_unsavable_states
+from ..checkpoint.save import refuse_unsavable_states, warn_of_unsavable_buffers
 from ..config.parse import Config
 from ..data import EpochLoader
 from ..distributed.device import default_device, on_host
@@ -160,6 +160,7 @@ def initialize(
         refuse_unusable_extras(raw, lr_scheduler, training_data)
         refuse_settings_of_a_loader(wanted, training_data, collate_fn)
         refuse_unsavable_states(raw)
+        warn_of_unsavable_buffers(model)
         refuse_shared_directory(wanted.checkpoint.dir)
         refuse_missing_libraries(wanted, writes=dist.get_rank() == 0)
         in_fp8 = float8_layers(model, wanted.fp8)

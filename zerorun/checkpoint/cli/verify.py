@@ -21,7 +21,7 @@ from ..block_states import CODES, scale_shape
 from ..files import open_regular, read_regular
 from ..manifest import MANIFEST, Manifest, index_name, read_manifest
 from ..tensorfile import BLOCK_BYTES, Described, FileRecord, TensorFile
-from ..write_plan import MASTER, MODEL, OPTIMIZER, RESIDUAL, STATE
+from ..write_plan import BUFFER, MASTER, MODEL, OPTIMIZER, RESIDUAL, STATE
 from .choose import Candidate, in_bytes, locate, survey
 
 _SHOWN_RANGES = 8
@@ -186,7 +186,7 @@ class _Agreement:
         if MODEL in self.headers:
             yield from self._weight_problems(self.tensors(MODEL))
         for kind in self.headers:
-            if kind not in (MODEL, STATE, RESIDUAL):
+            if kind not in (MODEL, STATE, RESIDUAL, BUFFER):
                 yield from self._state_problems(kind, self.tensors(kind))
         if STATE in self.headers or STATE not in self.manifest.sets:
             yield from self._reference_problems()
