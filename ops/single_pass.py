@@ -635,7 +635,10 @@ class Adam8bit(Adam):
 
 
 class Adagrad(SinglePassOptimizer):
-    """See :func:`adagrad`. States ``step`` (0-dim fp32, on the CPU) and ``sum``."""
+    """See :func:`adagrad`. States ``step`` (0-dim fp32, on the CPU) and ``sum``.
+
+    As in torch, ``initial_accumulator_value`` is that of all groups, whatever a group says.
+    """
 
     def __init__(
         self,
@@ -650,7 +653,7 @@ class Adagrad(SinglePassOptimizer):
         super().__init__(params, {**defaults, "initial_accumulator_value": initial_accumulator_value})
 
     def _states(self, group: dict[str, Any]) -> dict[str, float]:
-        return {"sum": group["initial_accumulator_value"]}
+        return {"sum": self.defaults["initial_accumulator_value"]}
 
     _function = staticmethod(adagrad)
     _settings = ("lr", "lr_decay", "eps", "weight_decay")

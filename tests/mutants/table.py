@@ -2034,6 +2034,22 @@ MUTANTS = (
         ("tests/ranks/test_nvme.py::test_momentum_that_is_set_later_is_in_memory",),
     ),
     Mutant(
+        "a-group-of-adagrad-begins-elsewhere",
+        "stale",
+        "ops/single_pass.py",
+        '        return {"sum": self.defaults["initial_accumulator_value"]}',
+        '        return {"sum": group["initial_accumulator_value"]}',
+        ("tests/ranks/test_clients_optimizer.py", "-k", "adagrad"),
+    ),
+    Mutant(
+        "an-adagrad-that-has-stepped-begins-anew",
+        "stale",
+        "zerorun/startup/inputs.py",
+        "    if optimizer.state and not made_early:",
+        "    if optimizer.state and not isinstance(optimizer, torch.optim.Adagrad):",
+        ("tests/ranks/test_parallel_access.py", "-k", "refused"),
+    ),
+    Mutant(
         "a-setting-of-0-hides-what-an-optimizer-needs",
         "stale",
         "zerorun/optim/needs.py",

@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 from training import make_config
 
 import zerorun
+from zerorun.errors import ModelError
 
 REFUSED = "optimizer.add_param_group() was called after initialize()"
 
@@ -143,3 +144,56 @@ def rates(make: Callable[[torch.optim.Optimizer], Any], takes: str) -> list[floa
 @pytest.mark.parametrize("takes", ("an instance", "a callable"))
 def test_schedules_of_the_optimizer_count(make: Callable[[torch.optim.Optimizer], Any], takes: str) -> None:
     assert run_ranks(2, rates, make, takes) == [[0.5, 0.25, 0.125]] * 2
+
+
+# -- states that are there from the start --------------------------------------------------------------------------
+
+ADAGRAD = {"lr": 0.05, "initial_accumulator_value": 0.5}
+
+
+def adagrad_steps(engine_of: str, stage: int) -> tuple[list[torch.Tensor], str]:
+    """Weights after three steps of Adagrad, in torch alone or by an engine, and what refuses them. Groups differ."""
+    torch.manual_seed(8)
+    model, x = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), torch.randn(3, 4, 6)
+    groups: list[dict[str, Any]] = [
+        {"params": [*model[0].parameters()], "initial_accumulator_value": 2.0},
+        {"params": [*model[2].parameters()], "lr": 0.1},
+    ]
+    if engine_of == "torch":
+        optimizer = torch.optim.Adagrad(groups, **ADAGRAD)
+        for batch in x:
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        return list(model.state_dict().values()), ""
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_clipping": 0, "zero_optimization": {"stage": stage}}
+    own: Any = {"optimizer": torch.optim.Adagrad(groups, **ADAGRAD)}
+    if engine_of == "name":
+        config["optimizer"], own = {"type": "Adagrad", "params": ADAGRAD}, {"model_parameters": groups}
+    elif engine_of == "name, torch's":
+        config["optimizer"], own = {"type": "Adagrad", "params": {**ADAGRAD, "fused": False}}, {"model_parameters": groups}
+    elif engine_of == "object, offloaded":
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    try:
+        engine = zerorun.initialize(model, config, **own)
+    except ModelError as error:
+        return [], str(error)
+    for batch in x:
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+    weights = list(engine.state_dict().values())
+    engine.destroy()
+    return weights, ""
+
+
+WAYS = [(way, stage) for way in ("name", "name, torch's", "object") for stage in (0, 1, 3)] + [("object, offloaded", 2)]
+
+
+@pytest.mark.parametrize(("engine_of", "stage"), WAYS)
+def test_adagrad_equals_torch_s(engine_of: str, stage: int) -> None:
+    ((wanted, _),) = run_ranks(1, adagrad_steps, "torch", 0)
+    for found, refused in run_ranks(2, adagrad_steps, engine_of, stage):
+        if "object" in engine_of and torch.__version__ < "2.13":
+            assert f"Adagrad of torch {torch.__version__} makes its state for whole parameters" in refused
+            continue
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)

@@ -430,6 +430,7 @@ def _shard_optimizer(
         for group, owned in zip(raw.optimizer.param_groups, members, strict=True):
             group["params"] = [piece.tensor for piece in owned]
         optimizer = raw.optimizer
+        optimizer.state.clear()  # Adagrad has some of whole parameters, and makes them anew
     else:
         groups = [
             {**group, "params": [piece.tensor for piece in owned]} for group, owned in zip(raw.groups, members, strict=True)

@@ -181,3 +181,15 @@ def step_once(optimizer: torch.optim.Optimizer) -> None:
     compiles = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if compiles else contextlib.nullcontext():
         optimizer.step()
+
+
+def makes_states_in_step(optimizer: torch.optim.Optimizer) -> bool:
+    """True if ``optimizer`` gives parameters the states that they lack when it steps. It is not changed."""
+    members = [[torch.zeros(1)] for _ in optimizer.param_groups]
+    for (param,) in members:
+        param.grad = torch.zeros(1)
+    try:
+        step_once(copy_over(optimizer, members))
+    except Exception:  # Adagrad's is a KeyError, before torch 2.13
+        return False
+    return True

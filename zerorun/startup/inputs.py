@@ -29,7 +29,7 @@ from ..ops.single_pass import Adam8bit, SinglePassOptimizer
 from ..ops.state_format import StateFormat
 from ..optim import muon
 from ..optim.lr_schedules import build_schedule
-from ..optim.needs import Needs
+from ..optim.needs import Needs, makes_states_in_step
 from ..optim.optimizers import (
     as_list,
     build_optimizer,
@@ -502,14 +502,22 @@ def _hidden_size(model: nn.Module) -> int | None:
 
 
 def _refuse_used(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.Adagrad):  # it has state from the start
-        raise ModelError(
-            "torch.optim.Adagrad makes its state for whole parameters when it is constructed, but is to work on pieces of "
-            'them. Remedy: leave it out, and set "optimizer": {"type": "Adagrad", "params": {"lr": ...}} in the '
-            "configuration."
-        )
-    if optimizer.state:
+    made_early = isinstance(optimizer, torch.optim.Adagrad) and _is_as_constructed(optimizer)
+    if optimizer.state and not made_early:
         raise ModelError(
             "the optimizer has been used before: it has state for whole parameters, but now works on pieces of them. "
             "Remedy: pass a fresh optimizer to initialize()."
         )
+    if made_early and not makes_states_in_step(optimizer):
+        raise ModelError(
+            f"Adagrad of torch {torch.__version__} makes its state for whole parameters, and only when it is constructed, "
+            'but is to work on pieces of them. Remedy: leave it out, and set "optimizer": {"type": "Adagrad", "params": '
+            '{"lr": ...}} in the configuration, or use torch 2.13.'
+        )
+
+
+def _is_as_constructed(optimizer: torch.optim.Adagrad) -> bool:
+    """True if its states are those of the start, which a step makes anew from one number."""
+    start = optimizer.defaults["initial_accumulator_value"]
+    found = [state for state in optimizer.state.values() if not state["sum"].is_meta]
+    return all(float(state["step"]) == 0 and bool((state["sum"] == start).all()) for state in found)

@@ -91,6 +91,7 @@ class Unsharded(Whole):
         if raw.optimizer is not None:
             for group, own in zip(raw.optimizer.param_groups, groups, strict=True):
                 group["params"] = own["params"]
+            raw.optimizer.state.clear()
         self.optimizer = raw.optimizer or build_optimizer(raw.name, raw.params, groups)
         names = {id(param): stored_name(name) for name, param in task.model.named_parameters()}
         self._rests = {self.masters[param]: rest for param, (_, rest) in kept.items() if rest is not None}
