@@ -2642,6 +2642,14 @@ MUTANTS = (
         ("tests/unit/test_context_models.py", "-k", "those_of_their_forward"),
     ),
     Mutant(
+        "cache-that-nobody-fills",
+        "swallowed",
+        "zerorun/context/divided_model.py",
+        '            output["past_key_values"] = Absent(_NO_CACHE)  # type: ignore[index]',
+        "            pass",
+        ("tests/unit/test_context_models.py", "-k", "decoding_by_hand"),
+    ),
+    Mutant(
         "everyone-takes-the-first-head",
         "rank",
         "zerorun/context/exchange.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -11,7 +12,7 @@ from contexts import BATCHES, MODELS, SIZES, batch_of, build, llama
 from covering import by_day
 from torch import nn
 
-from zerorun.context import attention
+from zerorun.context import attention, divided_model
 from zerorun.context.attention import AUTO, GATHER, ULYSSES
 from zerorun.context.exchange import fits
 from zerorun.context.find import Divided, inner_model, refuse_heads, way_of
@@ -162,6 +163,59 @@ def test_a_recomputed_block_that_cannot_know_its_forward_is_an_error() -> None:
         divided.remove()
 
     on_threads(2, work)
+
+
+def decoded(model: Any) -> torch.Tensor:
+    """Logits by hand: a prompt, and then a token at a time, with the keys and values of what came before."""
+    ids = batch_of("plain", 0, 0, 0)["input_ids"]
+    with torch.no_grad():
+        output = model.eval()(ids[:, :8], use_cache=True)
+        found = [output.logits]
+        for at in (8, 9):
+            output = model(ids[:, at : at + 1], past_key_values=output.past_key_values, use_cache=True)
+            found.append(output.logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("name", by_day(MODELS, "llama", "gpt2"))
+def test_decoding_by_hand_runs_whole(name: str) -> None:
+    """Without use_cache an evaluation is divided. It then has no cache, and an attempt to use it says why."""
+    wanted, way = decoded(build(name)), way_of(build(name), AUTO)
+    models = [build(name).eval() for _ in range(2)]
+    ids = batch_of("plain", 0, 0, 0)["input_ids"]
+
+    def work(axis: ThreadAxis) -> torch.Tensor:
+        model = models[axis.rank]
+        divided = Divided(model, way, axis, AUTO)
+        found = decoded(model)
+        assert divided.division.rows is None
+        with torch.no_grad():
+            cache = model(ids).past_key_values
+        assert divided.division.rows is not None
+        with pytest.raises(ModelError, match=r"returns no keys and values for the next one.* Remedy: .* use_cache=True"):
+            model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(ModelError, match="no keys and values"):
+            cache[0]
+        assert type(copy.deepcopy(cache)) is type(cache)
+        divided.remove()
+        return found
+
+    for found in on_threads(2, work):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_trained_prefix_is_told_to_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import DynamicCache
+
+    said: list[str] = []
+    monkeypatch.setattr(divided_model, "info_once", said.append)
+    model = build("llama").train()
+    ids = batch_of("plain", 0, 0, 0)["input_ids"]
+    divided = Divided(model, way_of(build("llama"), AUTO), ThreadAxis(0, 2, None), AUTO)  # type: ignore[arg-type]
+    model(ids, past_key_values=DynamicCache())
+    divided.remove()
+    assert len(said) == 1
+    assert "is not divided: each rank runs it whole" in said[0]
 
 
 @pytest.mark.nightly  # by day the tests above

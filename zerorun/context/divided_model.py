@@ -29,6 +29,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ModelError
+from ..log import info_once
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.random import Streams
 from ..tensor_parallel.sequence import with_hidden
@@ -56,6 +57,27 @@ class Way:
     def divides(self, module: nn.Module) -> bool:
         """True if sequences are divided in the mode in which ``module`` is."""
         return self.in_evaluation or module.training
+
+
+class Absent:
+    """Stands in for a part of an output that no rank has. Whoever uses it gets a ModelError with ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ModelError(vars(self).get("reason"))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ModelError(self.reason)
+
+
+_NO_CACHE = (
+    "a forward whose sequence ranks have divided returns no keys and values for the next one. Remedy: call the model with "
+    "use_cache=True and without gradients (torch.no_grad), or give it past_key_values: then it runs whole on every rank."
+)
 
 
 class OwnForward:
@@ -205,6 +227,8 @@ class Division:
             )
         early, last = self.way.joins_early, output["last_hidden_state"]
         whole = rows.joined(last) if early else None
+        if output.get("past_key_values") is not None:
+            output["past_key_values"] = Absent(_NO_CACHE)  # type: ignore[index]
         if self.targets is None:
             whole = whole if whole is not None else rows.join(last)
             output["last_hidden_state"] = whole  # type: ignore[index]
@@ -295,11 +319,16 @@ def _own(name: str, value: Any, rows: Rows) -> Any:
 
 
 class InDecoder(OwnForward):
-    """The forward of the model that holds the blocks. One that is given a cache runs whole on each rank."""
+    """The forward of the model that holds the blocks. One that reads or fills a cache runs whole on each rank."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(self.inner).bind_partial(*args, **kwargs).arguments
-        if given.get("past_key_values") is not None or not self.division.way.divides(self.module):
+        reads, fills = given.get("past_key_values") is not None, given.get("use_cache") and not torch.is_grad_enabled()
+        if reads and self.module.training:
+            info_once(
+                "a forward that is given past_key_values, as in prefix tuning, is not divided: each rank runs it whole."
+            )
+        if reads or fills or not self.division.way.divides(self.module):
             self.division.forget()
             return self.inner(*args, **kwargs)
         with self.division.decoding():

@@ -15,23 +15,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..errors import ModelError
 from ..ops import linear_cross_entropy
-from .divided_model import Division, OwnForward
+from .divided_model import Absent, Division, OwnForward
 from .rows import Rows, sum_over
-
-
-class UnjoinedLogits:
-    """Stands in for the logits of a model in training that was given labels: no rank has, or needs, all of them."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ModelError(_NO_LOGITS)
-
-    def __getitem__(self, index: Any) -> Any:
-        raise ModelError(_NO_LOGITS)
-
 
 _NO_LOGITS = (
     "with divided sequences a model in training that is given labels computes its loss without whole logits. Remedy: leave "
@@ -69,7 +55,7 @@ class InModel(OwnForward):
         return output
 
     def _logits(self, own: torch.Tensor, rows: Rows) -> Any:
-        return UnjoinedLogits() if self.module.training else rows.join(own)
+        return Absent(_NO_LOGITS) if self.module.training else rows.join(own)
 
 
 class InHead(OwnForward):
