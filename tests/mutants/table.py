@@ -1136,14 +1136,6 @@ MUTANTS = (
         ("tests/unit/test_checkpointed_surroundings.py", "-k", "computed_again"),
     ),
     Mutant(
-        "version-of-the-first-operation",
-        "stale",
-        "zerorun/activations/selective.py",
-        "            version.renew()",
-        "            pass",
-        ("tests/unit/test_activation_checkpointing_calls.py", "tests/unit/test_checkpointed_surroundings.py"),
-    ),
-    Mutant(
         "stored-input-changed",
         "swallowed",
         "zerorun/activations/region.py",
@@ -2736,6 +2728,38 @@ MUTANTS = (
         "        if self._module.training and torch.is_grad_enabled():",
         "        if self._module is not None:",
         ("tests/unit/test_experts.py", "-k", "evaluation"),
+    ),
+    Mutant(
+        "refused-for-its-numbers",
+        "remedy",
+        "zerorun/experts/dispatch.py",
+        "        self._tried = row.is_meta or bool((wanted.isfinite() & found.isfinite()).all())",
+        "        self._tried = True",
+        ("tests/unit/test_experts.py", "-k", "not_finite"),
+    ),
+    Mutant(
+        "one-rank-alone-refuses",
+        "swallowed",
+        "zerorun/experts/dispatch.py",
+        "        if _UNFIT in states:",
+        "        if states[self.axis.rank] == _UNFIT:",
+        ("tests/unit/test_experts.py", "-k", "weigh_otherwise"),
+    ),
+    Mutant(
+        "training-meets-evaluation",
+        "swallowed",
+        "zerorun/experts/dispatch.py",
+        "        if len(set(states)) > 1:",
+        "        if False:",
+        ("tests/unit/test_experts.py", "-k", "trains_while"),
+    ),
+    Mutant(
+        "tried-in-one-run-alone",
+        "stale",
+        "zerorun/experts/dispatch.py",
+        "            if route.tries:  # selective checkpointing counts the operations of both runs",
+        "            if False:",
+        ("tests/unit/test_experts.py", "-k", "not_finite"),
     ),
     Mutant(
         "weights-of-tensor-ranks-own-rows",  # transformers #48205

@@ -13,7 +13,8 @@ from mixtures import FAMILIES, choosing, ids_of, make, routers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zerorun.errors import ConfigError, ModelError
+from zerorun.activations.blocks import CheckpointedBlocks, Recompute
+from zerorun.errors import ConfigError, ModelError, OrderError
 from zerorun.experts.dispatch import Dispatch, dispatches
 from zerorun.experts.known_experts import check_experts, find_experts
 from zerorun.experts.spread import spread
@@ -457,7 +458,7 @@ def test_bytes(size: int, recomputes: bool) -> None:
         assert {name: outcome.sent[f"experts: {name}"] for name in EXCHANGES} == {
             name: rows * row for name, rows in expected.items()
         }
-        assert outcome.sent["experts: counts"] == 2 * 8 * (size - 1) * 8 // size
+        assert outcome.sent["experts: counts"] == 2 * (size - 1) * (8 // size + 1) * 8
 
 
 # -- the loss of routers ------------------------------------------------------------------------------------------
@@ -611,9 +612,12 @@ class _WeighsInputs(nn.Module):
         return torch.einsum("tkh,tkhi->tki", rows, self.up[index]).square().sum(1)
 
 
-def test_experts_that_weigh_otherwise_are_refused() -> None:
-    """Their results would be others, in silence."""
+@pytest.mark.parametrize("on", ["all ranks", "one rank"])
+def test_experts_that_weigh_otherwise_are_refused(on: str) -> None:
+    """Their results would be others, in silence. All ranks say so, whichever has found it."""
     model = nn.Sequential(_WeighsInputs())
+    if on == "one rank":
+        nn.init.zeros_(model[0].up[:2])  # those of the first one give zeros, which add up
 
     def work(axis: ThreadAxis) -> str:
         own = copy.deepcopy(model)
@@ -626,3 +630,53 @@ def test_experts_that_weigh_otherwise_are_refused() -> None:
 
     for said in on_threads(2, work):
         assert "0 (_WeighsInputs) does not return the sum" in said and "Remedy: remove the section" in said
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_what_is_not_finite_tells_nothing_of_how_experts_weigh(policy: str) -> None:
+    """An expert with NaN, or an overflow in fp16, made one rank refuse the model, and the others wait for it."""
+    model = make("mixtral", "eager")
+
+    def loss_of(model: Any, rank: int) -> torch.Tensor:
+        forwards = dispatches(model.modules())
+        if not forwards:
+            return own_loss(model, rank)
+        blocks = [(f"model.layers.{at}", layer) for at, layer in enumerate(model.model.layers)]
+        checkpointed = CheckpointedBlocks(model, blocks, Recompute(policy))
+        own_loss(model, rank).backward()  # selective checkpointing chooses what to keep
+        model.zero_grad()
+        param = model.model.layers[1].mlp.experts.down_proj
+        lost, forwards[1]._tried = param.detach().clone(), False
+        if rank == 1:
+            nn.init.constant_(param[-1], torch.nan)
+        own_loss(model, rank)
+        assert forwards[1]._tried == (rank == 0)
+        with torch.no_grad():
+            param.copy_(lost)
+        loss = own_loss(model, rank)
+        assert forwards[1]._tried
+        loss.backward()
+        checkpointed.remove()
+        return loss.detach()
+
+    compare(model, on_ranks(model, 2, loss_of), own_loss)
+
+
+def test_a_rank_that_trains_while_another_evaluates_is_told_so() -> None:
+    """HF's generate ends on each rank when its own sequences end, and a rank may have fewer batches for evaluation."""
+    model = make("mixtral")
+
+    def work(axis: ThreadAxis) -> str:
+        own = copy.deepcopy(model)
+        spread(find_experts(own), axis)
+        own_loss(own, axis.rank).backward()
+        with torch.set_grad_enabled(axis.rank != 1):
+            try:
+                own_loss(own, axis.rank)
+            except OrderError as error:
+                return str(error)
+        return "nothing"
+
+    for said in on_threads(2, work):
+        assert "layers.0.mlp.experts was called with gradients on 1 and without on 1 of the 2 ranks" in said
+        assert "Remedy: make as many forwards on each rank" in said and "generate(..., synced_gpus=True)" in said

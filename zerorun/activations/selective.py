@@ -182,11 +182,6 @@ class Keep(TorchDispatchMode):
             self._position += 1
         return out
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        for version in (version for versions in self._versions.values() for version in versions):
-            version.renew()
-
     def taken(self, position: int) -> Any:
         """Return the result at ``position``, once; None if it is not kept, or has been changed."""
         kept, versions = self.kept.pop(position, None), self._versions.get(position, ())

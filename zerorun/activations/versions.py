@@ -16,10 +16,6 @@ class Version:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._counter = counting_alias(tensor)
         self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self.renew()
-
-    def renew(self) -> None:
-        """Let the version be the one that the tensor has now."""
         self._found = version_of(self._counter)
 
     @property

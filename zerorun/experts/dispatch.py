@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ..distributed.tensor_shard import even_bounds
-from ..errors import ModelError
+from ..errors import ModelError, OrderError
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.collectives import gather_rows, split_rows
 from .known_experts import Experts, arguments, is_eager
@@ -31,6 +31,7 @@ from .later import Later, Shared, Steps, result_of
 from .replay import Replay, Route, next_node
 from .row_exchange import Exchange, Rows, begin, end
 
+_UNFIT = 2  # what a rank tells the others of a call; otherwise whether it has gradients
 _ALIKE = 0.05  # relative: bf16 rounds to a hundredth; what is added up in another way differs in the first digit
 
 
@@ -114,13 +115,13 @@ class Dispatch:
 
     def _spread(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, defers: bool) -> Steps:
         """[T, H], [T, K], [T, K] -> [T, H]"""
-        if not self._tried:
-            self._try(rows)
         begun, route = next_node(), self._replay.recall()
         if route is not None and route.index.shape == index.shape:
             index, weights = route.index, route.weights.requires_grad_(weights.requires_grad)
+            if route.tries:  # selective checkpointing counts the operations of both runs
+                self._is_unfit(rows)
         else:
-            route = self._route(index, weights, defers)
+            route = self._route(rows, index, weights, defers)
         sent = rows[route.order // index.shape[1]]
         came = yield from self._moved(sent, route.sends, route.receives, "experts: dispatch forward")
         made = self._run(came, route.experts)
@@ -140,31 +141,52 @@ class Dispatch:
             raise
         return end(came, exchange)
 
-    def _route(self, index: torch.Tensor, weights: torch.Tensor, defers: bool) -> Route:
+    def _route(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, defers: bool) -> Route:
         """Tell the ranks how many rows come for each of their experts, and learn how many come here."""
+        tries = not self._tried
+        state = _UNFIT if tries and self._is_unfit(rows) else int(torch.is_grad_enabled())
         size, chosen = self.axis.size, index.reshape(-1)
         counts = torch.bincount(chosen, minlength=self.count)
         if len(counts) != self.count:
             raise ModelError(f"{self.name} was called with an expert number above {self.count - 1}, the last.")
         local = self.count // size
-        exchange = Exchange(self.axis, (local,) * size, (local,) * size, "experts: counts")
-        theirs = exchange.send(counts)
+        exchange = Exchange(self.axis, (local + 1,) * size, (local + 1,) * size, "experts: counts")
+        told = torch.cat([counts.view(size, local), counts.new_full((size, 1), state)], 1)
+        theirs = exchange.send(told.view(-1)).view(size, local + 1)
         exchange.wait()
-        known = torch.stack([counts, theirs]).cpu()  # the program must know them, and waits for the device once
+        known = torch.stack([told, theirs]).cpu()  # the program must know them, and waits for the device once
+        self._check_states(known[1, :, local].tolist())
         if self._module.training and torch.is_grad_enabled():
-            self.loads = self.loads + known[0]
-        sends, receives = known.view(2, size, local).sum(2).tolist()
+            self.loads = self.loads + known[0, :, :local].reshape(-1)
+        sends, receives = known[:, :, :local].sum(2).tolist()
+        theirs = theirs[:, :local].reshape(-1)
         numbers = torch.arange(local, device=index.device).repeat(size)
         experts = numbers.repeat_interleave(theirs, output_size=sum(receives))
         order = chosen.argsort(stable=True)
-        return Route(index, weights.detach(), order, tuple(sends), tuple(receives), experts, defers)
+        return Route(index, weights.detach(), order, tuple(sends), tuple(receives), experts, defers, tries)
 
-    def _try(self, like: torch.Tensor) -> None:
-        """Raise ModelError, on all ranks alike, unless the module adds up what its experts give, times their weights.
+    def _check_states(self, states: list[int]) -> None:
+        """Raise an error, on all ranks alike, unless the module is fit and all ranks make the same call of it."""
+        if _UNFIT in states:
+            raise ModelError(
+                f"{self.name} ({type(self._module).__name__}) does not return the sum of what experts give, times the "
+                "weights that it is called with, so that its rows cannot be sent to the ranks that have their experts. "
+                "Remedy: remove the section expert_parallel."
+            )
+        if len(set(states)) > 1:
+            raise OrderError(
+                f"{self.name} was called with gradients on {sum(states)} and without on {len(states) - sum(states)} of the "
+                f"{len(states)} ranks that have its experts between them: some train while others evaluate or generate. "
+                "Remedy: make as many forwards on each rank: equal numbers of batches for evaluation, and "
+                "generate(..., synced_gpus=True)."
+            )
 
-        Its forward tells on a row of numbers, like those in ``like``, for the first and the last expert here.
+    def _is_unfit(self, like: torch.Tensor) -> bool:
+        """True unless the module adds up what its experts give, times their weights, or if that cannot be told this time.
+
+        Its forward tells on a row of numbers, like those in ``like``, for the first and the last expert here. It does not
+        where these give infinite numbers or NaN: the next call tells then.
         """
-        self._tried = True
         row = torch.arange(1, like.shape[1] + 1, device=like.device).sin().to(like.dtype).unsqueeze(0)
         experts = torch.tensor([[0, self.count // self.axis.size - 1]], device=like.device)
         weights = row.new_tensor([[0.5, 0.25]])
@@ -172,12 +194,8 @@ class Dispatch:
             first, last = (self._own(row, experts[:, [place]], row.new_ones(1, 1)).float() for place in (0, 1))
             found = self._own(row, experts, weights).float()
         wanted = 0.5 * first + 0.25 * last
-        if not row.is_meta and not bool((found - wanted).abs().max() <= _ALIKE * wanted.abs().max()):
-            raise ModelError(
-                f"{self.name} ({type(self._module).__name__}) does not return the sum of what experts give, times the "
-                "weights that it is called with, so that its rows cannot be sent to the ranks that have their experts. "
-                "Remedy: remove the section expert_parallel."
-            )
+        self._tried = row.is_meta or bool((wanted.isfinite() & found.isfinite()).all())
+        return self._tried and not row.is_meta and not bool((found - wanted).abs().max() <= _ALIKE * wanted.abs().max())
 
     def _run(self, came: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """The model's own forward, with one of the experts here for each row."""

@@ -30,7 +30,7 @@ class Route:
 
     ``index`` [T, K] and ``weights`` [T, K] are those of the call. ``order`` [T * K]: the places in ``index``, by expert and
     then by row. ``sends`` and ``receives``: rows to and from each rank. ``experts`` [V]: the numbers of the experts here.
-    ``defers``: the block went on before they came.
+    ``defers``: the block went on before they came. ``tries``: the forward has tried whether the module is fit.
     """
 
     index: torch.Tensor
@@ -40,6 +40,7 @@ class Route:
     receives: Rows
     experts: torch.Tensor
     defers: bool
+    tries: bool
 
 
 @dataclass(eq=False)
