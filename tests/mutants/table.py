@@ -2637,7 +2637,7 @@ MUTANTS = (
         "cache-that-nobody-fills",
         "swallowed",
         "zerorun/context/divided_model.py",
-        '            output["past_key_values"] = Absent(_NO_CACHE)  # type: ignore[index]',
+        '            output["past_key_values"] = UnavailableOutput(_NO_CACHE)  # type: ignore[index]',
         "            pass",
         ("tests/unit/test_context_models.py", "-k", "decoding_by_hand"),
     ),

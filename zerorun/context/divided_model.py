@@ -59,7 +59,7 @@ class Way:
         return self.in_evaluation or module.training
 
 
-class Absent:
+class UnavailableOutput:
     """Stands in for a part of an output that no rank has. Whoever uses it gets a ModelError with ``reason``."""
 
     def __init__(self, reason: str) -> None:
@@ -228,7 +228,7 @@ class Division:
         early, last = self.way.joins_early, output["last_hidden_state"]
         whole = rows.joined(last) if early else None
         if output.get("past_key_values") is not None:
-            output["past_key_values"] = Absent(_NO_CACHE)  # type: ignore[index]
+            output["past_key_values"] = UnavailableOutput(_NO_CACHE)  # type: ignore[index]
         if self.targets is None:
             whole = whole if whole is not None else rows.join(last)
             output["last_hidden_state"] = whole  # type: ignore[index]

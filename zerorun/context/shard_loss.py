@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..ops import linear_cross_entropy
-from .divided_model import Absent, Division, OwnForward
+from .divided_model import Division, OwnForward, UnavailableOutput
 from .rows import Rows, sum_over
 
 _NO_LOGITS = (
@@ -55,7 +55,7 @@ class InModel(OwnForward):
         return output
 
     def _logits(self, own: torch.Tensor, rows: Rows) -> Any:
-        return Absent(_NO_LOGITS) if self.module.training else rows.join(own)
+        return UnavailableOutput(_NO_LOGITS) if self.module.training else rows.join(own)
 
 
 class InHead(OwnForward):
