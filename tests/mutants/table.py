@@ -3557,4 +3557,12 @@ MUTANTS = (
         "    tables = ranks.gather(rows or [])",
         ("tests/ranks/test_rank_buffers.py", "-k", "no_file_can_hold"),
     ),
+    Mutant(
+        "what-rank-0-cannot-write-is-a-secret",
+        "swallowed",
+        "zerorun/engine/saving.py",
+        "            if other is not None:",
+        "            if False:",
+        ("tests/ranks/test_whole_weights.py", "-k", "error_of_all_ranks"),
+    ),
 )

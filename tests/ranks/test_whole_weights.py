@@ -16,6 +16,7 @@ from torch import nn
 from training import make_config, make_engine, run_steps
 
 import zerorun
+from zerorun.errors import CheckpointError
 
 Weights = dict[str, torch.Tensor]
 GATHERED = {"stage3_gather_16bit_weights_on_model_save": True}
@@ -83,3 +84,70 @@ def test_rank_0_has_them_and_the_file_is_there_for_all(stage: int, tmp_path: Pat
 def test_those_of_all_stages_of_a_pipeline(stage: int, tmp_path: Path) -> None:
     found = run_ranks(2, in_stages, stage, tmp_path)
     check(found, {"0.weight", "0.bias", "2.weight", "2.bias"})
+
+
+# -- extra state, and files that cannot be written -----------------------------------------------------------------------
+
+
+class Counting(nn.Linear):
+    """Has a state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"calls": 3, "names": ["a"]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def with_extra_state(stage: int, pipelined: bool, folder: Path) -> list[Any]:
+    layers = [nn.Linear(8, 8), Counting(8, 8)]
+    config = make_config(stage, zero_optimization=GATHERED)
+    module: nn.Module = nn.Sequential(*layers)
+    if pipelined:
+        module = zerorun.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+        config["pipeline"] = {"stages": 2}
+    engine = zerorun.initialize(module, config)
+    whole = engine.consolidated_state_dict()
+    engine.save_16bit_model(folder)
+    found = [engine.state_dict(), torch.load(folder / "pytorch_model.bin"), *([whole] if whole is not None else [])]
+    dist.barrier()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "pipelined"), [(1, False), (3, False), (1, True)])
+def test_what_is_no_tensor_is_as_in_torch(stage: int, pipelined: bool, tmp_path: Path) -> None:
+    for found in run_ranks(2, with_extra_state, stage, pipelined, tmp_path):
+        for weights in found:
+            assert list(weights) == ["0.weight", "0.bias", "1.weight", "1.bias", "1._extra_state"]
+            assert weights["1._extra_state"] == {"calls": 3, "names": ["a"]}
+
+
+def unwritable(folder: Path) -> list[str]:
+    engine = make_engine(CASES["plain"], make_config(1))
+    errors = []
+    engine.save_16bit_model(folder)
+    before = (folder / "pytorch_model.bin").read_bytes()
+    dist.barrier()
+
+    def full(found: Any, file: Any) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        for place in (folder, folder / "pytorch_model.bin"):
+            with pytest.raises(CheckpointError) as caught:
+                engine.save_16bit_model(place)
+            errors.append(str(caught.value))
+    assert (folder / "pytorch_model.bin").read_bytes() == before
+    assert [path.name for path in folder.iterdir()] == ["pytorch_model.bin"]
+    run_steps(engine, CASES["plain"], 1)  # ranks are still in step
+    engine.destroy()
+    return errors
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_all_ranks(tmp_path: Path) -> None:
+    for full, occupied in run_ranks(2, unwritable, tmp_path):
+        assert "pytorch_model.bin: No space left on device" in full
+        assert "pytorch_model.bin: File exists" in occupied

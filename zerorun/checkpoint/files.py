@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 _MOST_IN_NAME = 255  # bytes, on every file system
 _KINDS = {
@@ -89,6 +92,21 @@ def create(path: Path) -> int:
     Raises OSError if anything has that name, even a dangling link.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Let ``write`` write a file that takes the place of ``path`` only when it is whole and durable. Raises OSError."""
+    temporary = path.with_name(f".saving.{secrets.token_hex(8)}")
+    handle = create(temporary)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def mark(path: Path) -> None:

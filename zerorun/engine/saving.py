@@ -6,7 +6,7 @@ Whole weights are what DeepSpeed's clients ask for: gathered on rank 0, or in a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic_ns
 from typing import Any
@@ -16,12 +16,14 @@ import torch
 from ..checkpoint.automatic import AutomaticSaves
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.directory import newest_first
+from ..checkpoint.files import replace_file
 from ..checkpoint.inventory import Subject
 from ..checkpoint.load import Wanted
 from ..checkpoint.memory_copies import MemoryCopies
+from ..checkpoint.ranks import attempt
 from ..checkpoint.requests import translate
 from ..config.parse import Config
-from ..errors import StepError
+from ..errors import CheckpointError, StepError
 from ..log import logger, warn_once
 from ..watch.board import Phase, board, during
 from ..zero.access import full_state_dict
@@ -191,7 +193,8 @@ class Saving(Outcomes):
         """Write the full weights into ``save_dir``, by torch.save on rank 0, and return True. All ranks must call it.
 
         At stage 3 without ``stage3_gather_16bit_weights_on_model_save``, as in DeepSpeed, nothing is written: a warning
-        says so, and the result is False. ``export`` writes safetensors by parts, without all weights on one rank.
+        says so, and the result is False. Raises CheckpointError on all ranks alike; a file of before is then as it was.
+        ``export`` writes safetensors by parts, without all weights on one rank.
         """
         self.refuse_failed()
         if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
@@ -201,10 +204,16 @@ class Saving(Outcomes):
             )
             return False
         found = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        if found is not None:
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(found, Path(save_dir, save_filename))
-        self.sharded_model.comm.control.values(None)  # nobody reads the file before it is there
+        path = Path(save_dir, save_filename)
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(path, partial(torch.save, found))
+
+        problem = attempt(write)[1] if found is not None else None
+        for other in self.sharded_model.comm.control.values(problem):  # nobody reads the file before it is there
+            if other is not None:
+                raise CheckpointError(f"save_16bit_model() could not write {path}: {other.text}")
         return True
 
     save_fp16_model = save_16bit_model

@@ -61,7 +61,8 @@ def _weights(runtime: Runtime, unit: Unit, flat_group: FlatGroup) -> torch.Tenso
 def full_state_dict(model: ShardedModel, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """Return the module's state dict with full CPU tensors, made one unit at a time. Collective at stage 3.
 
-    Without ``keep`` this rank only takes part, and gets {}.
+    What is no tensor, as the extra state of a module may be, stays as it is. Without ``keep`` this rank only takes part, and
+    gets {}.
     """
     values: dict[int, torch.Tensor] = {}
     for unit in model.units:
@@ -80,7 +81,7 @@ def full_state_dict(model: ShardedModel, *, keep: bool = True) -> dict[str, torc
     def value_of(tensor: torch.Tensor) -> torch.Tensor:
         return values[id(tensor)] if id(tensor) in values else tensor.detach().to("cpu", copy=True)
 
-    return {name: rebuilt(tensor, value_of) for name, tensor in found.items()}
+    return {name: rebuilt(value, value_of) if torch.is_tensor(value) else value for name, value in found.items()}
 
 
 class WholeValues:

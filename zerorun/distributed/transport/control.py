@@ -93,16 +93,22 @@ class Control:
         with waiting(_AGREEMENT.format("control"), span=span):
             return gather_values(value, group)
 
-    def of_all_stages(self, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The named CPU tensors of all pipeline stages, in their order; of one name, the first stage's. Collective."""
+    def of_all_stages(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The named CPU tensors of all pipeline stages, in their order; of one name, the first stage's. Collective.
+
+        Other values, which modules have as extra state, come as they are.
+        """
         if self._topology.pipe == 1:
             return own
         group, span = self._topology.group("pipe"), span_of(self._topology.ranks_along("pipe"))
-        found: dict[str, torch.Tensor] = {}
-        described = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
+        found: dict[str, Any] = {}
+        described = {name: (v.shape, v.dtype) if torch.is_tensor(v) else (v, None) for name, v in own.items()}
         for stage, names in enumerate(self._values(described, group, span)):
             for name, (shape, dtype) in names.items():
                 if name in found:
+                    continue
+                if dtype is None:
+                    found[name] = shape
                     continue
                 here = stage == self._topology.pipe_rank
                 flat = found[name] = own[name].contiguous() if here else torch.empty(shape, dtype=dtype)
