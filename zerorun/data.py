@@ -170,15 +170,16 @@ class EpochLoader:
 
         Raises CheckpointError if the loader cannot continue from it.
         """
+        self.check_state(state)
         dataset_state = state.get("dataset") if self._resumable else None
-        self._check(state, dataset_state is not None)
         self._start_epoch(state["epoch"])
         self.position, self._dataset_state, self._moved = state["position"], dataset_state, True
         self._skipped = [(start, stop) for start, stop in state["skipped"]]
         if dataset_state is not None:
             self.dataset.load_state_dict(dataset_state)  # type: ignore[attr-defined]
 
-    def _check(self, state: dict[str, Any], dataset_continues: bool) -> None:
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raise CheckpointError, naming the difference, if the loader cannot continue from ``state``."""
         remedies = {"seed": 'set the same "seed" in the configuration', "length": "train on the same dataset"}
         if self.length is not None:  # an iterable dataset has an order of its own
             remedies["shuffle"] = 'set the same "dataloader": {"shuffle": ...} in the configuration'
@@ -187,12 +188,15 @@ class EpochLoader:
             if found != mine:
                 raise CheckpointError(
                     f"the data's {name} was {found} when the checkpoint was written and is {mine} now: its order cannot "
-                    f"go on. Remedy: {remedy}, or begin a new epoch without the data loader's state."
+                    f'go on. Remedy: {remedy}, or pass allow_missing=["data"] to load_checkpoint(), which begins with the '
+                    "data anew."
                 )
-        if self.length is None and not dataset_continues and state["position"] % self._samples:
+        continues = self._resumable and state.get("dataset") is not None
+        if self.length is None and not continues and state["position"] % self._samples:
             raise CheckpointError(
                 f"{state['position']} samples of an iterable dataset were read: not a multiple of {self._samples}, one "
-                f"batch of {self.batch_size} on every rank. Remedy: choose a batch size that makes it one."
+                f"batch of {self.batch_size} on every rank. Remedy: choose a batch size that makes it one, or pass "
+                'allow_missing=["data"] to load_checkpoint() to begin with the data anew.'
             )
 
     def _divided(self, divide: bool) -> Dataset[Any]:

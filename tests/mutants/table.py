@@ -3565,4 +3565,12 @@ MUTANTS = (
         "            if False:",
         ("tests/ranks/test_whole_weights.py", "-k", "error_of_all_ranks"),
     ),
+    Mutant(
+        "positions-in-other-data-are-found-last",
+        "order",
+        "zerorun/checkpoint/checkpointer.py",
+        "        fits, problem = attempt(lambda: wanted.weights_only or self._position_fits(reader, wanted, tensors))",
+        "        fits, problem = True, None",
+        ("tests/ranks/test_half_loaded.py", "-k", "other_data"),
+    ),
 )

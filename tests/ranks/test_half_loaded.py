@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,44 @@ def fail_on_one(folder: str) -> None:
 
 def test_what_one_rank_cannot_load_fails_all(tmp_path: Path) -> None:
     run_ranks(2, fail_on_one, str(tmp_path))
+
+
+def samples(count: int) -> list[torch.Tensor]:
+    return list(torch.randn(count, 6, generator=torch.Generator().manual_seed(count)))
+
+
+def load_beside_other_data(folder: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(the first batches of the other data without a load, those after one that begins with it anew)."""
+    config = make_config(1)
+    engine = make(0, config, training_data=samples(16))
+    for values in itertools.islice(engine.dataloader, 2):
+        engine.backward(engine(values).square().mean())
+        engine.step()
+    engine.save_checkpoint(folder, client_state={"epoch": 3})
+    expected = engine.state_dict()
+    engine.destroy()
+    engine = make(5, config, training_data=samples(20))
+    before = engine.state_dict()
+    for keywords in ({}, {"load_optimizer_states": False, "load_lr_scheduler_states": False}):
+        with pytest.raises(CheckpointError, match=r"length was 16 .* is 20 now: .* pass allow_missing=\["):
+            engine.load_checkpoint(folder, **keywords)
+        assert engine.global_steps == 0
+        assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    unloaded = list(itertools.islice(engine.dataloader, 2))
+    engine.destroy()
+    engine = make(5, config, training_data=samples(20))
+    assert engine.load_checkpoint(folder, load_module_only=True)[1] == {"epoch": 3}
+    assert engine.load_checkpoint(folder, allow_missing=["data"])[1] == {"epoch": 3}
+    assert engine.global_steps == 2
+    assert all(torch.equal(value, expected[name]) for name, value in engine.state_dict().items())
+    loaded = list(itertools.islice(engine.dataloader, 2))
+    engine.destroy()
+    return unloaded, loaded
+
+
+def test_a_checkpoint_goes_on_with_other_data_only_if_asked(tmp_path: Path) -> None:
+    for unloaded, loaded in run_ranks(2, load_beside_other_data, str(tmp_path)):
+        assert torch.equal(torch.stack(unloaded), torch.stack(loaded))
 
 
 # -- frozen weights that were left out -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..data import EpochLoader
+from ..distributed.topology import Topology
 from ..errors import CheckpointError, DamagedError, ZerorunError
 from ..log import is_rank_zero, logger
 from ..optim.loss_scaler import LossScaler
@@ -338,6 +339,8 @@ class Checkpointer:
         loader.compare_base(ranks, self.subject.comm.dense.peer_reader())
         tensors = reader.state_tensors(ranks)
         ranks.agree(attempt(lambda: self._refuse_strange_values(reader.path, manifest, tensors))[1])
+        fits, problem = attempt(lambda: wanted.weights_only or self._position_fits(reader, wanted, tensors))
+        fits = all(ranks.gather_unless(problem, fits))
         prepared, trains = None, any(ranks.gather(self.subject.optimizer is not None))  # a stage may have nothing to train
         if wanted.optimizer and not wanted.weights_only and trains:
             prepared = loader.prepare_optimizer(ranks, tensors)
@@ -357,7 +360,7 @@ class Checkpointer:
             lines += found or []
             if wanted.optimizer:
                 lines += loader.load_residuals(ranks, self.subject.topology)
-            found, problem = attempt(lambda: self._restore_position(manifest, tensors))
+            found, problem = attempt(lambda: self._restore_position(manifest, tensors, with_data=bool(fits)))
             ranks.agree(problem)
             lines += found or []
         if is_rank_zero():
@@ -404,34 +407,53 @@ class Checkpointer:
             return False
         loader = self.run.dataloader
         suits_any = isinstance(loader, EpochLoader) and not loader.is_state_of_rank
-        return suits_any or self._is_by_rank(manifest, manifest.data)
+        return suits_any or _is_by_rank(self.subject.topology, manifest, manifest.data)
 
-    def _is_by_rank(self, manifest: Manifest, states: Sequence[Any]) -> bool:
-        """True if ``states`` has one state for each rank, and the pipe and tensor degrees are those of the save."""
-        topology, saved = self.subject.topology, manifest.layout
-        same = (saved.get("pipe", 1), saved.get("tensor", 1)) == (topology.pipe, topology.tensor)
-        return same and len(states) == topology.world_size
+    def _position_fits(self, reader: Reader, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> bool:
+        """False if the data begins anew, because the loader cannot go on, and ``wanted`` allows that.
+
+        Otherwise raises CheckpointError. Only loaders of our own can tell before anything is changed.
+        """
+        manifest, loader = reader.manifest, self.run.dataloader
+        if manifest is None or not isinstance(loader, EpochLoader) or not self._has_position(manifest):
+            return True
+        try:
+            loader.check_state(decode(manifest.data[self._place_in(manifest, manifest.data)], tensors))
+        except CheckpointError as error:
+            if not wanted.allows("data"):
+                raise CheckpointError(f"{reader.path}: {error}") from error
+            if is_rank_zero():
+                logger.warning("%s: %s It begins anew.", reader.path, str(error).partition(" Remedy")[0])
+            return False
+        return True
 
     def _place_in(self, manifest: Manifest, states: Sequence[Any]) -> int:
         """The index of this rank's state in ``states``, one per rank that saved; 0 if the ranks were laid out otherwise."""
-        return self.subject.topology.rank if self._is_by_rank(manifest, states) else 0
+        return self.subject.topology.rank if _is_by_rank(self.subject.topology, manifest, states) else 0
 
-    def _restore_position(self, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> list[str]:
+    def _restore_position(self, manifest: Manifest, tensors: dict[str, torch.Tensor], *, with_data: bool) -> list[str]:
         """Restore the position in the data and, if the ranks are laid out as they were, the random numbers.
 
         Return what was restored, in words.
         """
         topology, lines = self.subject.topology, []
-        if hasattr(self.run.dataloader, "load_state_dict") and self._has_position(manifest):
+        if with_data and hasattr(self.run.dataloader, "load_state_dict") and self._has_position(manifest):
             own = manifest.data[self._place_in(manifest, manifest.data)]
             self.run.dataloader.load_state_dict(decode(own, tensors))
             lines.append("position in the data")
-        if manifest.rng is not None and self._is_by_rank(manifest, manifest.rng):
+        if manifest.rng is not None and _is_by_rank(self.subject.topology, manifest, manifest.rng):
             random_state.restore(decode(manifest.rng[topology.rank], tensors), self.subject.comm.device)
             lines.append("random numbers")
         elif manifest.rng is not None and is_rank_zero():
             logger.info("random numbers begin afresh: there were %d ranks, or other parallel degrees.", len(manifest.rng))
         return lines
+
+
+def _is_by_rank(topology: Topology, manifest: Manifest, states: Sequence[Any]) -> bool:
+    """True if ``states`` has one state for each rank, and the pipe and tensor degrees are those of the save."""
+    saved = manifest.layout
+    same = (saved.get("pipe", 1), saved.get("tensor", 1)) == (topology.pipe, topology.tensor)
+    return same and len(states) == topology.world_size
 
 
 def _restore_counters(run: TrainingRun, manifest: Manifest, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> list[str]:

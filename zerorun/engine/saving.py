@@ -91,7 +91,8 @@ class Saving(Outcomes):
         Works for any number of ranks, stage and precision. Without ``tag``, load the checkpoint that ``dir/latest`` names.
         If that one is incomplete or damaged, warn and load the newest that is neither; if there is none at all, warn and
         return (None, {}). ``strict``: the weights must have the same names as the model's. ``allow_missing``: names or
-        patterns of weights, or of "optimizer", "scheduler", "data", "rng", that may be missing. DeepSpeed's keywords
+        patterns of weights, or of "optimizer", "scheduler", "data", "rng", that may be missing; with "data", a position in
+        other training data is left, with a warning. DeepSpeed's keywords
         (``load_module_strict``, ``load_optimizer_states``, ``load_lr_scheduler_states``, ``load_module_only``,
         ``load_dir``) are understood.
 

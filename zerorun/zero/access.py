@@ -61,8 +61,8 @@ def _weights(runtime: Runtime, unit: Unit, flat_group: FlatGroup) -> torch.Tenso
 def full_state_dict(model: ShardedModel, *, keep: bool = True) -> dict[str, torch.Tensor]:
     """Return the module's state dict with full CPU tensors, made one unit at a time. Collective at stage 3.
 
-    What is no tensor, as the extra state of a module may be, stays as it is. Without ``keep`` this rank only takes part, and
-    gets {}.
+    What is no tensor, as the extra state of a module may be, stays as it is. Without ``keep`` this rank only takes part,
+    and gets {}.
     """
     values: dict[int, torch.Tensor] = {}
     for unit in model.units:
