@@ -3573,4 +3573,12 @@ MUTANTS = (
         "        fits, problem = True, None",
         ("tests/ranks/test_half_loaded.py", "-k", "other_data"),
     ),
+    Mutant(
+        "layers-of-before-are-saved",
+        "stale",
+        "zerorun/checkpoint/checkpointer.py",
+        "        changed |= set(self.inventory.replaced())",
+        "        changed |= set()",
+        ("tests/ranks/test_checkpoint_contents.py", "-k", "after_the_start"),
+    ),
 )

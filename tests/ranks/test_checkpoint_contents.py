@@ -151,6 +151,23 @@ def export_changed(folder: str) -> None:
     engine.destroy()
 
 
+def save_replaced(folder: str, stage: int) -> None:
+    """A layer that is put into the model after initialize(): no rank trains it."""
+    engine = make_engine(PLAIN, make_config(stage))
+    train(engine, PLAIN, 1)
+    engine.module.head = nn.Linear(engine.module.head.in_features, engine.module.head.out_features, bias=False)
+    for write in (engine.save_checkpoint, engine.export):
+        with pytest.raises(CheckpointError, match=r"changed since initialize\(\): head\.weight\. .*Nothing was written"):
+            write(folder)
+    assert not Path(folder).exists()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_layer_of_after_the_start_is_not_saved_as_the_one_before(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, save_replaced, str(tmp_path / "out"), stage)
+
+
 def test_an_export_that_lacks_a_tensor_is_refused(tmp_path: Path) -> None:
     run_ranks(2, export_changed, str(tmp_path / "out"))
 

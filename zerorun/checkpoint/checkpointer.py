@@ -13,7 +13,7 @@ import torch
 from ..data import EpochLoader
 from ..distributed.topology import Topology
 from ..errors import CheckpointError, DamagedError, ZerorunError
-from ..log import is_rank_zero, logger
+from ..log import is_rank_zero, listed, logger
 from ..optim.loss_scaler import LossScaler
 from . import directory as folder
 from . import random_state
@@ -101,6 +101,7 @@ class Checkpointer:
 
         def look() -> Destination:
             check_client_state(client_state)
+            self._compare_with_beginning()
             where = directory_of(directory), tag_of(tag) or default
             return Destination(*where, latest, keep, check=self.check_point)
 
@@ -166,11 +167,12 @@ class Checkpointer:
     def _compare_with_beginning(self) -> None:
         """Raise CheckpointError if the model no longer has the parameters that it had when the engine was created."""
         found = self.inventory.describe()
-        if found != self.expected:
-            changed = sorted({name for name in {**found, **self.expected} if found.get(name) != self.expected.get(name)})
+        changed = {name for name in {**found, **self.expected} if found.get(name) != self.expected.get(name)}
+        changed |= set(self.inventory.replaced())
+        if changed:
             raise CheckpointError(
-                f"the model has changed since initialize(): {', '.join(changed[:5])}. Nothing was written. Remedy: make a "
-                "new engine after changing parameters."
+                f"the model has changed since initialize(): {listed(sorted(changed))}. What is new is neither trained "
+                "nor saved. Nothing was written. Remedy: make a new engine after changing parameters."
             )
 
     def _adapters_file(self) -> dict[str, bytes]:

@@ -154,6 +154,7 @@ class Inventory:
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
     apart: dict[str, torch.Tensor] = field(default_factory=dict)  # what is in no unit
     _parameters: set[int] = field(default_factory=set)  # ids of all parameters, and of buffers that count as such
+    _named: dict[str, nn.Parameter] = field(default_factory=dict)  # those of the module
 
     @classmethod
     def of(cls, subject: Subject) -> Inventory:
@@ -166,8 +167,8 @@ class Inventory:
             for entry, param in enumerate(flat_group.params)
         }
         names: dict[int, str] = {}
-        params = subject.module.named_parameters(remove_duplicate=False)
-        for name, param in (*params, *packed_buffers(subject.module).items()):
+        made._named.update(subject.module.named_parameters(remove_duplicate=False))
+        for name, param in (*made._named.items(), *packed_buffers(subject.module).items()):
             made._parameters.add(id(param))
             for path, tensor in inside(param):
                 stored = stored_name(name + path)
@@ -201,6 +202,13 @@ class Inventory:
             else:
                 seen[id(value)], found[stored] = stored, value.detach()
         return found, extra
+
+    def replaced(self) -> list[str]:
+        """The names of parameters that are in the module only now, or are there no longer. They may have other names."""
+        now = dict(self.subject.module.named_parameters(remove_duplicate=False))
+        both = {id(param) for param in now.values()} & {id(param) for param in self._named.values()}
+        others = {name for named in (now, self._named) for name, param in named.items() if id(param) not in both}
+        return sorted(map(stored_name, others))
 
     def kept_apart(self) -> dict[str, torch.Tensor]:
         """By name, the tensors of which the parameters that stay apart consist. They are not copies."""
