@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from itertools import cycle, product
+from itertools import cycle, pairwise, product
 from typing import Any
 
 import pytest
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
 from models import CASES, Block, Case, Gpt, Mlp, Place
+from own_optimizers import UnitRows
 from races import looking_for_races
 from reference import Result, differences, train_reference
 from simulation import simulated_device
@@ -215,6 +216,26 @@ def replicas(stage: int, wire: str, shards: int = 2) -> dict[str, Any]:
 )
 def test_sums_over_replicas_have_no_races(stage: int, wire: str, shards: int) -> None:
     for found in run_ranks(2 * shards, look, replicas(stage, wire, shards)):
+        assert not found, "\n".join(found)
+
+
+def look_with_whole_parameters(config: dict[str, Any]) -> tuple[list[list[int]], list[str]]:
+    """The sizes of shards by unit, and the races."""
+    with simulated_device(), looking_for_races() as races:
+        engine = make_engine(CASE, config, optimizer=lambda groups: UnitRows(groups))
+        sizes = [[high - low for low, high in pairwise(unit.trainable[0].layout.bounds)] for unit in engine.units]
+        for step in range(STEPS):
+            engine.backward(CASE.loss(engine, Place(dist.get_rank(), step)))
+            engine.step()
+        engine.destroy()
+    return sizes, list(races.found)
+
+
+@pytest.mark.parametrize("stage", by_day([1, 2, 3], 2))
+def test_sums_over_replicas_of_shards_of_other_sizes_have_no_races(stage: int) -> None:
+    """What the rank with the largest shard sends is in a buffer of its own, and its result at once in its place."""
+    for sizes, found in run_ranks(4, look_with_whole_parameters, make_config(stage, zero_optimization={"shard_degree": 2})):
+        assert any(len(set(of_unit)) > 1 for of_unit in sizes)
         assert not found, "\n".join(found)
 
 

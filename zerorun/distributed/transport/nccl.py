@@ -62,7 +62,7 @@ class Nccl(Transport):
             sent = table[width * self.rank : width * (self.rank + 1)]
             sent[: own.numel()].copy_(own if source is None else source)
         work = self.calls._allgather_base(table, sent)
-        return Pending(self.statistics, label, [work], lambda: _spread(table, full, bounds))
+        return Pending(self.statistics, label, [work], lambda: _spread(table, full, bounds), reads=[sent])
 
     def all_gather_after(
         self, first: Pending | Arrival, full: torch.Tensor, bounds: Sequence[int], label: str, source: torch.Tensor
@@ -93,7 +93,7 @@ class Nccl(Transport):
         direct = out.dtype == wire_dtype and out.numel() == width and not accumulate
         own = out if direct else wire[width * self.rank : width * (self.rank + 1)]
         works: list[Started] = [self.calls._reduce_scatter_base(own, wire, dist.ReduceScatterOptions())]
-        return Pending(self.statistics, label, works, lambda: store(own[: out.numel()], out, accumulate))
+        return Pending(self.statistics, label, works, lambda: store(own[: out.numel()], out, accumulate), reads=[wire])
 
     def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:
         if self.size > 1:

@@ -48,7 +48,7 @@ class Message:
 class Pending:
     """One collective in flight. Keeps its buffers alive until ``wait`` has returned."""
 
-    __slots__ = ("_finish", "_go_on", "_in_flight", "_issued", "_watch", "_works", "done", "label")
+    __slots__ = ("_finish", "_go_on", "_in_flight", "_issued", "_reads", "_watch", "_works", "done", "label")
 
     def __init__(
         self,
@@ -57,8 +57,10 @@ class Pending:
         works: Sequence[Started] = (),
         finish: Callable[[], None] | None = None,
         go_on: Callable[[], None] | None = None,
+        reads: Sequence[torch.Tensor] = (),
     ) -> None:
-        """``works``: waited for in this order; ``finish`` is called after the last. ``go_on``: see there.
+        """``works``: waited for in this order; ``finish`` is called after the last. ``go_on``: see there. ``reads``: what
+        they read, if nobody else keeps it.
 
         What waits for other pending ones, or begins them, is not timed: they are.
         """
@@ -67,7 +69,7 @@ class Pending:
         self._watch = None if made_of_others else statistics.watch
         self._issued = None if self._watch is None else self._watch.now()
         self._works: Sequence[Any] = works
-        self._finish, self._go_on = finish, go_on
+        self._finish, self._go_on, self._reads = finish, go_on, reads
         self.label = label
         self.done = False
         self._in_flight.add(self)
@@ -75,7 +77,7 @@ class Pending:
     @property
     def buffers(self) -> list[object]:
         """The objects that hold its buffers. Whoever keeps them keeps the buffers alive after ``wait``."""
-        return [*self._works, self._finish]
+        return [*self._works, self._finish, *self._reads]
 
     def go_on(self) -> None:
         """Begin its next part, if it has one, when the one before is over. Without this call, ``wait`` does."""
@@ -101,7 +103,7 @@ class Pending:
         self._in_flight.discard(self)
         if self._finish is not None:
             self._finish()
-        self._works, self._finish, self._go_on = [], None, None
+        self._works, self._finish, self._go_on, self._reads = [], None, None, ()
         if self._watch is not None:
             self._watch.add(self.label, self._issued, waited_from)
 
