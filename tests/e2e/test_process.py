@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from forked_scripts import RunningScript
 from harness import patience, start_ranks, start_script
 
@@ -232,6 +233,31 @@ def test_torchrun_and_plain_python(script: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     assert start([*torchrun, "3", "fall off the end"]).stdout.count("finished 3") == 2
     assert start_script(SCRIPT, "3", "fall off the end").finish(120 * patience())[1] == "finished 3\n"
+
+
+RESTARTED = """
+import sys, time
+import torch
+import zerorun
+time.sleep(float(sys.argv[1]))
+zerorun.init_distributed("cpu", timeout_s=20)
+total = torch.ones(1)
+torch.distributed.all_reduce(total)
+print(int(total))
+"""
+
+
+def test_ranks_of_a_restart_do_not_meet_those_before() -> None:
+    """torchrun's store has the addresses of the ranks that ended: who comes first must not take them for its peers'."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "LOCAL_WORLD_SIZE": "2"}
+    told["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    for delay in (0.0, 1.0):
+        of_ranks = {"0": "0", "1": str(delay)}
+        ranks = [start_script(RESTARTED, of_ranks[rank], **told, RANK=rank, LOCAL_RANK=rank) for rank in of_ranks]
+        for rank in ranks:
+            code, said, errors = rank.finish(120 * patience())
+            assert (code, said) == (0, "2\n"), errors
 
 
 def test_srun_variables_are_understood(script: Path) -> None:

@@ -460,6 +460,30 @@ _WAITS = (
 
 MUTANTS = (
     Mutant(
+        "room-of-an-earlier-start",
+        "stale",
+        "zerorun/distributed/transport/process_group.py",
+        '    word, asked = secrets.token_hex(8), ""',
+        '    word, asked = str(rank), ""',
+        ("tests/unit/test_gpu_environment.py::test_each_start_has_a_room_of_its_own",),
+    ),
+    Mutant(
+        "room-not-confirmed",
+        "stale",
+        "zerorun/distributed/transport/process_group.py",
+        '            store.wait([f"{room} is open to {word}"], _ANSWER_TIMEOUT)',
+        "            pass",
+        ("tests/unit/test_gpu_environment.py::test_each_start_has_a_room_of_its_own",),
+    ),
+    Mutant(
+        "host-without-a-gpu-goes-on",
+        "swallowed",
+        "zerorun/distributed/transport/process_group.py",
+        "    if 0 < without < world_size:",
+        "    if without > world_size:",
+        ("tests/unit/test_gpu_environment.py::test_ranks_without_a_gpu_are_named_on_all",),
+    ),
+    Mutant(
         "whole-numbers-are-cast-too",
         "stale",
         "zerorun/plan/make.py",

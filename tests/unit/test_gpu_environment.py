@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
+import socket
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -99,17 +99,17 @@ def test_a_script_that_has_initialised_torch_gets_its_gpu(gpus: GpuMaker, monkey
 
 
 def backends(names: list[str], named: str | None = None) -> list[Any]:
-    """What ranks find that call their GPUs so; or the words of the errors that they raise."""
+    """What ranks find that call their GPUs so, "" those that have none; or the words of the errors that they raise."""
     store, found = dist.HashStore(), [None] * len(names)
 
     def rank(number: int, name: str) -> None:
-        device = torch.device("cuda", 0)
+        device = torch.device("cuda", 0) if name else torch.device("cpu")
         try:
-            found[number] = process_group._backends(device, store, len(names), named)  # type: ignore[call-overload]
+            found[number] = process_group._backends(device, store, number, len(names), named)  # type: ignore[call-overload]
         except TopologyError as error:
             found[number] = str(error)  # type: ignore[call-overload]
 
-    threads = [threading.Thread(target=rank, args=item, name=item[1]) for item in enumerate(names)]
+    threads = [threading.Thread(target=rank, args=item, name=item[1] or None) for item in enumerate(names)]
     [thread.start() for thread in threads]
     [thread.join(20) for thread in threads]
     return found
@@ -118,7 +118,6 @@ def backends(names: list[str], named: str | None = None) -> list[Any]:
 @pytest.fixture
 def named_by_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "name_of", lambda device, otherwise: threading.current_thread().name)
-    monkeypatch.setattr(process_group, "_groups", itertools.repeat(0))  # ranks are threads of one process here
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
 
 
@@ -131,6 +130,7 @@ NCCL, GLOO = "cpu:gloo,cuda:nccl", "gloo"
         (["a", "b", "c", "d"], None, NCCL),  # whatever each rank can see of its host
         (["a", "b", "a"], None, GLOO),
         (["a"], None, NCCL),
+        (["", ""], None, GLOO),
         (["a", "b"], "gloo", GLOO),
         (["a", "b"], "nccl", NCCL),
     ],
@@ -142,6 +142,47 @@ def test_nccl_unless_ranks_share_a_gpu(named_by_thread: None, names: list[str], 
 def test_nccl_where_ranks_share_a_gpu_is_refused_on_all(named_by_thread: None) -> None:
     for words in backends(["a", "b", "b"], "nccl"):
         assert "share a GPU" in words and "Remedy" in words
+
+
+def test_ranks_without_a_gpu_are_named_on_all(named_by_thread: None) -> None:
+    """They would wait for half an hour, some in gloo and some in NCCL."""
+    for words in backends(["a", "", "b"]):
+        assert f"rank 1 on {socket.gethostname()}." in words and "1 of 3" in words and "Remedy" in words
+
+
+def test_of_many_ranks_without_a_gpu_some_are_named(named_by_thread: None) -> None:
+    for words in backends(["a", *[""] * 11]):
+        assert words.count("rank ") == process_group._MOST_NAMED and "and 3 more" in words
+
+
+def rooms_of_a_start(store: dist.Store, late: int | None) -> list[str]:
+    """Where three ranks meet of which ``late`` comes last."""
+    found = [""] * 3
+
+    def rank(number: int) -> None:
+        if number == late:
+            others_are_there.wait(20)
+        found[number] = process_group._room(store, number)
+        if number == 0:
+            process_group._let_in(store, found[0], 3)
+
+    others_are_there = threading.Event()
+    threads = [threading.Thread(target=rank, args=[number], daemon=True) for number in range(3)]
+    [thread.start() for thread in threads]
+    [thread.join(0.2) for number, thread in enumerate(threads) if number != late]
+    others_are_there.set()
+    [thread.join(20) for thread in threads]
+    return found
+
+
+@pytest.mark.parametrize("late", (None, 0, 1))
+def test_each_start_has_a_room_of_its_own(late: int | None) -> None:
+    """In a store that outlives the ranks, as torchrun's does, whoever comes first."""
+    store, before = dist.HashStore(), set[str]()
+    for start in (None, late, late):
+        (room,) = set(rooms_of_a_start(store, start))
+        assert room and room not in before
+        before.add(room)
 
 
 def test_a_gpu_is_called_by_its_uuid(gpus: GpuMaker) -> None:

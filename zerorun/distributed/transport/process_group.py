@@ -6,6 +6,11 @@ so while the interpreter goes down is ended in the middle of C++ code, and the p
 not that of the error. So ``shutdown`` (called at exit) finishes what is in flight and then drops every process group,
 which joins its threads. After an unhandled exception peers may never answer. Then it waits for nothing in flight, gives
 the threads a moment to end, and ends the process without the interpreter if they do not.
+
+[Note: a room for each start]
+torchrun's store outlives the ranks that it starts again, and no number in the environment is another for each start. What
+ranks of an earlier start have left there, addresses and counts, would be taken for that of this one. So rank 0 gives each
+start a room, a prefix that nobody has used, and a rank takes it for this start's when rank 0 has answered its own word.
 """
 
 from __future__ import annotations
@@ -13,8 +18,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import itertools
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -49,8 +54,9 @@ _LISTEN_TIMEOUT_S = 5.0
 _LISTEN_RETRY_S = 0.01
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048  # ranks that may connect at once
+_ANSWER_TIMEOUT = timedelta(seconds=0.5)  # of rank 0, before a rank looks whether it was an earlier one that it asked
+_MOST_NAMED = 8  # ranks without a GPU that an error names
 _owns_process_group = False
-_groups = itertools.count()  # that this process has joined with a GPU; all ranks have joined as many
 
 _BACKENDS = ("nccl", "gloo", "mpi", "ccl")  # that scripts name
 
@@ -75,7 +81,8 @@ def init_distributed(
 
     Understands ``zerorun`` and ``torchrun`` (RANK, WORLD_SIZE, ...), ``srun``, ``mpirun`` with MASTER_ADDR and MASTER_PORT,
     and plain ``python``. If torch.distributed is initialised, only lets this rank's GPU be the one that "cuda" means.
-    Raises TopologyError for a half-set environment, and on all ranks alike for NCCL where ranks share a GPU.
+    Raises TopologyError for a half-set environment, and on all ranks alike where only some have a GPU, and for NCCL where
+    ranks share one.
     """
     global _owns_process_group
     show_board()
@@ -95,9 +102,13 @@ def init_distributed(
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     with waiting(f"the rendezvous of {world_size} ranks at {address or 'this process'}"):
-        store = _meet(rank, world_size, address, limit)
+        meeting = _meet(rank, world_size, address, limit)
+        room = _room(meeting, rank)
+        store = dist.PrefixStore(room, meeting)
         watch_other_hosts(store, (address or "").rpartition(":")[0].strip("[]"))
-        backends = _backends(device, store, world_size, dist_backend)
+        if rank == 0:
+            _let_in(meeting, room, world_size)
+        backends = _backends(device, store, rank, world_size, dist_backend)
         dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=limit)
     board.write(MET=time.monotonic_ns())
     _owns_process_group = True
@@ -122,6 +133,28 @@ def _meet(rank: int, world_size: int, address: str | None, timeout: timedelta) -
         store, _, _ = next(rendezvous(f"tcp://{address}", rank, world_size, timeout=timeout))
         store.set_timeout(timeout)
     return dist.PrefixStore("zerorun", store)
+
+
+def _room(store: dist.Store, rank: int) -> str:
+    """A prefix of keys that ranks of this start alone use; see [Note: a room for each start]."""
+    word, asked = secrets.token_hex(8), ""
+    if rank == 0:
+        store.set("room", word)
+        return word
+    while True:
+        room = store.get("room").decode()
+        if room != asked:
+            store.set(f"{room} is asked {store.add(f'{room} asks', 1)}", word)
+            asked = room
+        with contextlib.suppress(RuntimeError):  # nobody is in that room any more, or not all of them have come
+            store.wait([f"{room} is open to {word}"], _ANSWER_TIMEOUT)
+            return room
+
+
+def _let_in(store: dist.Store, room: str, world_size: int) -> None:
+    """Rank 0: answer the others, in the order in which they come."""
+    for number in range(1, world_size):
+        store.set(f"{room} is open to {store.get(f'{room} is asked {number}').decode()}", "")
 
 
 def _is_one_host(address: str | None) -> bool:
@@ -157,11 +190,12 @@ def _await_listener(address: str) -> None:
             return
 
 
-def _backends(device: torch.device, store: dist.Store, world_size: int, named: str | None) -> str:
+def _backends(device: torch.device, store: dist.Store, rank: int, world_size: int, named: str | None) -> str:
     """Which backend serves which device. NCCL cannot serve two ranks that share one GPU; gloo can."""
+    some_share = world_size > 1 and _some_share_a_gpu(device, store, rank, world_size)
     if not on_gpu(device):
         return "gloo"
-    shared = world_size > 1 and _some_share_a_gpu(device, store, world_size) and not _nccl_serves_shared_gpus()
+    shared = some_share and not _nccl_serves_shared_gpus()
     if named == "nccl" and (shared or not dist.is_nccl_available()):
         reason = (
             "ranks share a GPU, which NCCL serves only with NCCL_MULTI_RANK_GPU_ENABLE=1"
@@ -182,16 +216,29 @@ def _nccl_serves_shared_gpus() -> bool:
     return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
 
 
-def _some_share_a_gpu(device: torch.device, store: dist.Store, world_size: int) -> bool:
-    """True, on all ranks alike, if two of them have the same GPU. What each can see may be a part of its host's."""
-    store = dist.PrefixStore(f"gpus {next(_groups)}", store)  # that of an earlier group may be the same
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    name = name_of(device, f"{device} of {visible!r} on {socket.gethostname()}")
-    if store.add(f"gpu {name}", 1) > 1:
-        store.set("shared", "")
+def _some_share_a_gpu(device: torch.device, store: dist.Store, rank: int, world_size: int) -> bool:
+    """True, on all ranks alike, if two of them have the same GPU. What each can see may be a part of its host's.
+
+    Raises TopologyError, on all ranks alike, if only some have a GPU.
+    """
+    if on_gpu(device):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        name = name_of(device, f"{device} of {visible!r} on {socket.gethostname()}")
+        if store.add(f"gpu {name}", 1) > 1:
+            store.set("shared", "")
+    else:
+        store.set(f"without {store.add('without', 1)}", f"rank {rank} on {socket.gethostname()}")
     if store.add("named", 1) == world_size:
         store.set("all named", "")
     store.wait(["all named"])
+    without = store.add("without", 0)
+    if 0 < without < world_size:
+        named = ", ".join(store.get(f"without {number}").decode() for number in range(1, min(without, _MOST_NAMED) + 1))
+        more = f" and {without - _MOST_NAMED} more" if without > _MOST_NAMED else ""
+        raise TopologyError(
+            f"{without} of {world_size} ranks use no GPU, and the others do: {named}{more}. Remedy: see why torch sees no "
+            "GPU there (`nvidia-smi`, `zerorun-report`), or let all ranks compute on the CPU with ZERORUN_DEVICE=cpu."
+        )
     return bool(store.check(["shared"]))
 
 
