@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -52,15 +52,15 @@ def build(name: str) -> nn.Module:
     return MODELS[name]()
 
 
-def batch_of(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
+def batch_of(step: int, micro: int, rank: int, lengths: Sequence[int] = (LENGTH,)) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
-    ids = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
+    ids = torch.randint(VOCABULARY, (BATCH, lengths[micro % len(lengths)]), generator=generator)
     return {"input_ids": ids, "labels": ids}
 
 
-def data_of(rank: int, accumulation: int) -> Iterator[dict[str, torch.Tensor]]:
+def data_of(rank: int, accumulation: int, lengths: Sequence[int] = (LENGTH,)) -> Iterator[dict[str, torch.Tensor]]:
     for step, micro in itertools.product(range(STEPS), range(accumulation)):
-        yield batch_of(step, micro, rank)
+        yield batch_of(step, micro, rank, lengths)
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -73,6 +73,7 @@ def reference(
     accumulation: int,
     build: Callable[[str], nn.Module] = build,
     optimizer_of: Callable[[Any], torch.optim.Optimizer] = adamw,
+    lengths: Sequence[int] = (LENGTH,),
 ) -> dict[str, Any]:
     model = build(name)
     optimizer = optimizer_of(model.parameters())
@@ -80,7 +81,7 @@ def reference(
     for step in range(STEPS):
         total = 0.0
         for micro, rank in itertools.product(range(accumulation), range(data)):
-            loss = model(**batch_of(step, micro, rank)).loss / (accumulation * data)
+            loss = model(**batch_of(step, micro, rank, lengths)).loss / (accumulation * data)
             loss.backward()
             total += loss.item()
         losses.append(total)
@@ -92,12 +93,17 @@ def reference(
 
 
 def train(
-    name: str, tensor: int, pipe: int, config: dict[str, Any], build: Callable[[str], nn.Module] = build
+    name: str,
+    tensor: int,
+    pipe: int,
+    config: dict[str, Any],
+    build: Callable[[str], nn.Module] = build,
+    lengths: Sequence[int] = (LENGTH,),
 ) -> dict[str, Any]:
     degrees = {"tensor_parallel": {"size": tensor}, "pipeline": {"stages": pipe}}
     engine = zerorun.initialize(build(name), merged(config, degrees))
     accumulation, topology = engine.gradient_accumulation_steps(), engine.topology
-    data = data_of(topology.data_parallel_rank, accumulation)
+    data = data_of(topology.data_parallel_rank, accumulation, lengths)
     norms, losses = [], []
     for _ in range(STEPS):
         losses.append(one_step(engine, data, accumulation, pipe))
@@ -201,6 +207,25 @@ def test_what_goes_with_it_equals_one_process(which: str) -> None:
     name, stage, tensor, pipe, data, changes = BEYOND[which]
     config = merged(make_config(stage, accumulation=3, clip=0.5), changes)
     compare(run_ranks(tensor * pipe * data, train, name, tensor, pipe, config), reference(name, data, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "lengths"),
+    (
+        ("llama", "interleaved", (4, 5, 6, 7)),
+        pytest.param("gpt2", "1f1b", (4, 6), marks=pytest.mark.nightly),
+        pytest.param("llama", "zero_bubble", (4, 5, 6, 7), marks=pytest.mark.nightly),
+    ),
+)
+def test_sequences_of_several_lengths_are_divided_and_recomputed(
+    name: str, schedule: str, lengths: tuple[int, ...]
+) -> None:
+    """A block that is recomputed belongs to an earlier micro-batch. A stage with two chunks divides and gathers in each."""
+    pipeline = {"schedule": schedule, "chunks": 2 if schedule == "interleaved" else 1}
+    keys = {"tensor_parallel": {"sequence_parallel": True}, "activation_checkpointing": {"policy": "full"}}
+    config = merged(make_config(1, accumulation=4, clip=0.5, pipeline=pipeline), keys)
+    expected = reference(name, 1, 4, lengths=lengths)
+    compare(run_ranks(4, train, name, 2, 2, config, build, lengths), expected)
 
 
 @pytest.mark.each_value

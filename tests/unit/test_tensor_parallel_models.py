@@ -241,6 +241,34 @@ def test_recomputed_blocks(sequence_parallel: bool) -> None:
     check(model, 2, sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.parametrize("lengths", ((6, 7), (7, 6), (5, 12), (2, 1)))
+@pytest.mark.parametrize(("name", "reentrant"), (("llama", False), ("llama", True), ("gpt2", False)))
+def test_recomputed_blocks_of_two_lengths(name: str, reentrant: bool, lengths: tuple[int, int]) -> None:
+    """Two forwards and one backward, as in preference learning: blocks of the first are recomputed after the second."""
+    model = make(name).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+    if reentrant:
+        model.enable_input_require_grads()  # type: ignore[operator]
+
+    def train(mine: Any) -> None:
+        batches = [torch.randint(VOCABULARY, (2, n), generator=torch.Generator().manual_seed(n)) for n in lengths]
+        good, bad = (mine(input_ids=ids, use_cache=False).logits.logsumexp(-1).mean() for ids in batches)
+        (good * 2 - bad * bad).backward()
+
+    whole = copy.deepcopy(model)
+    train(whole)
+    expected = gradients(whole)
+
+    def work(axis: ThreadAxis) -> dict[str, torch.Tensor]:
+        mine = copy.deepcopy(model)
+        parallelize(mine, region=Region(axis), sequence_parallel=True)
+        train(mine)
+        return whole_gradients(mine, axis)
+
+    for found in on_threads(2, work):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+
+
 def test_values_of_rank_zero_count_and_frozen_parameters_stay_so() -> None:
     model = make("llama")
     model.get_submodule("model.layers.0").requires_grad_(False)

@@ -6,7 +6,12 @@ and gathered at the output of the last (Korthikanti et al. 2022, arXiv:2205.0519
 planned layers gathers its hidden states once, because it may use their shape; where column-parallel layers are next to
 norms, each gathers by itself. Row-parallel layers return parts of the sequence. Undivided parameters of blocks see only
 these parts, so their gradients are summands. Everything else in a block must work on each position by itself, so layers
-with parameters that are not norms must be in the plan.
+with parameters that are not norms must be in the plan. A pipeline stage with several chunks divides and gathers in each.
+
+[Note: lengths]
+Parts must be put together by the length of their sequence. In a forward this is what came to the first block. A block that
+is recomputed may belong to an earlier forward, of which it gets only a part. The part's own length tells that of the
+sequence, unless there were sequences whose lengths differ by less than the number of ranks: then ranks tell each other.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..distributed.tensor_shard import even_range
 from ..errors import ModelError
 from .collectives import SEQUENCE, Region, gather_sequence, split_sequence
 from .styles import COLUMN, HOOKED, ParallelPlan
@@ -29,7 +35,9 @@ class SequenceParallel:
 
     def __init__(self, model: nn.Module, plan: ParallelPlan, region: Region) -> None:
         self.region = region
-        self.length: int | None = None  # of the latest sequence: a block that is recomputed needs it again
+        self.length = 0  # of the sequence whose blocks run
+        self.lengths: dict[int, int] = {}  # length of this rank's part -> of the sequence, of all so far
+        self.parts_tell = True  # the length of a part is that of no other sequence's, on any rank
         self.handles: list[RemovableHandle] = []
         self.partial: list[tuple[nn.Module, Any]] = []  # modules and the partial_gradients that they had
         name = blocks_of(model, plan)
@@ -41,10 +49,9 @@ class SequenceParallel:
             layer = model.get_submodule(f"{name}.{entry.name}")
             self.handles.append(layer.register_forward_pre_hook(self._inside))
         self._gather_at_owners(model, inner, name)
-        self.handles += [
-            blocks[0].register_forward_pre_hook(self._begin, with_kwargs=True),
-            blocks[-1].register_forward_hook(self._end),
-        ]
+        for run in _runs(model, blocks):
+            self.handles.append(run[0].register_forward_pre_hook(self._begin, with_kwargs=True))
+            self.handles.append(run[-1].register_forward_hook(self._end))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self  # copies of a model share it, as they share the region
@@ -87,28 +94,65 @@ class SequenceParallel:
         if block.training:
             self.region.streams.enter(hidden.device)
         self.length = self.region.sequence_length = hidden.shape[SEQUENCE]
+        self._note_length(self.length)
         return with_hidden(split_sequence(hidden, self.region.axis), args, kwargs)
 
     def _inside(self, layer: nn.Module, args: Any) -> None:
+        enters = getattr(layer, "enters", None)  # None: its columns are not divided
+        if _is_recomputing() and args and (enters is not None or hasattr(layer, "split_input")):
+            self.length = self._length_of(args[0]) if enters else args[0].shape[SEQUENCE]
         self.region.sequence_length = self.length
 
     def _gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _hidden(module, args, kwargs)
-        self.region.sequence_length = self.length
+        self.length = self.region.sequence_length = self._length_of(hidden)
         return with_hidden(self.region.enter(hidden, training=False), args, kwargs)
 
     def _end(self, block: nn.Module, args: Any, output: Any) -> Any:
         self.region.sequence_length = None
         self.region.streams.leave()
-        assert self.length is not None
         if isinstance(output, torch.Tensor):
-            return gather_sequence(output, self.region.axis, self.length)
+            return gather_sequence(output, self.region.axis, self._length_of(output))
         if isinstance(output, tuple) and output and isinstance(output[0], torch.Tensor):
-            return (gather_sequence(output[0], self.region.axis, self.length), *output[1:])
+            return (gather_sequence(output[0], self.region.axis, self._length_of(output[0])), *output[1:])
         raise ModelError(
             f"with sequence parallelism a block must give a tensor, or a tuple with one in front; {type(block).__name__} "
             f"gives {type(output).__name__}. Remedy: sequence_parallel=False."
         )
+
+    # -- lengths, see [Note: lengths] --------------------------------------------------------------------------------
+
+    def _note_length(self, length: int) -> None:
+        axis = self.region.axis
+        begin, end = even_range(length, axis.rank, axis.size)
+        if self.lengths.setdefault(end - begin, length) != length:
+            self.parts_tell = False
+        self.parts_tell = self.parts_tell and all(
+            known == length or abs(known - length) >= axis.size for known in self.lengths.values()
+        )
+
+    def _length_of(self, part: torch.Tensor) -> int:
+        """Return the length of the sequence of which ``part`` [..., own part of the sequence, width] is this rank's."""
+        own, axis = part.shape[SEQUENCE], self.region.axis
+        if not _is_recomputing():
+            return self.length
+        if self.parts_tell:
+            return self.lengths.get(own, self.length)
+        mine = torch.tensor([own], device=part.device)
+        return int(axis.all_gather(mine, 0, range(axis.size + 1), "tensor: lengths").sum())
+
+
+def _is_recomputing() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _runs(model: Any, blocks: list[nn.Module]) -> list[list[nn.Module]]:
+    """Return ``blocks`` by the chunks of ``model`` if it is a pipeline stage: each takes and gives whole hidden states."""
+    if not hasattr(model, "modules_of"):
+        return [blocks]
+    chunks = [{id(module) for module in model.modules_of(chunk)} for chunk in range(model.chunks)]
+    runs = [[block for block in blocks if id(block) in chunk] for chunk in chunks]
+    return [run for run in runs if run]
 
 
 def has_blocks(plan: ParallelPlan) -> bool:
