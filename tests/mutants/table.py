@@ -1092,7 +1092,7 @@ MUTANTS = (
         "zerorun/tensor_parallel/sequence.py",
         '    if not hasattr(model, "modules_of"):',
         "    if blocks:",
-        ("tests/ranks/test_parallel_matrix.py", "-k", "several_lengths"),
+        ("tests/unit/test_tensor_parallel_models.py", "-k", "each_chunk_of_a_stage"),
     ),
     Mutant(
         "globals-hide-parameters",

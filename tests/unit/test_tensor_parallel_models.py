@@ -269,6 +269,58 @@ def test_recomputed_blocks_of_two_lengths(name: str, reentrant: bool, lengths: t
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
 
 
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class TwoChunks(nn.Module):
+    """Like a pipeline stage: what lies between its chunks is whole, and computed elsewhere."""
+
+    chunks = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Residual() for _ in range(3))
+
+    def modules_of(self, chunk: int) -> list[nn.Module]:
+        return list(self.blocks)[2 * chunk : 2 * chunk + 2]
+
+    def forward(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
+        for block in self.modules_of(chunk):
+            x = block(x)
+        return x
+
+
+def test_sequences_are_divided_and_gathered_in_each_chunk_of_a_stage() -> None:
+    torch.manual_seed(0)
+    model, x = TwoChunks(), torch.randn(2, TOKENS, 8)
+
+    def train(mine: nn.Module) -> torch.Tensor:
+        between = mine(x, 0)
+        assert between.shape == x.shape
+        loss: torch.Tensor = mine(between.cumsum(1), 1).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    whole = copy.deepcopy(model)
+    loss, expected = train(whole), gradients(whole)
+
+    def work(axis: ThreadAxis) -> Any:
+        mine = copy.deepcopy(model)
+        parallelize(
+            mine, {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, region=Region(axis), sequence_parallel=True
+        )
+        return train(mine), whole_gradients(mine, axis)
+
+    for found in on_threads(3, work):
+        torch.testing.assert_close(found, (loss, expected), rtol=1e-4, atol=1e-5)
+
+
 def test_values_of_rank_zero_count_and_frozen_parameters_stay_so() -> None:
     model = make("llama")
     model.get_submodule("model.layers.0").requires_grad_(False)
