@@ -5,7 +5,8 @@ steps on matrices, on the halves of the matrices as flat tensors, and on each ma
 the optimizer does not notice what it is given. The matrices are larger than the sizes at which optimizers change their ways
 (8-bit states begin at 4,096 elements), and the halves smaller. Small ones go on for more steps, because some optimizers
 change their ways after a warm-up. All is done again with other numbers in place of settings that are 0, which a script may
-raise later. Where it changes settings in other ways, :class:`WatchedSettings` tries again.
+raise later. What is seen to need matrices is tried no further. Where a script changes settings in other ways,
+:class:`WatchedSettings` tries again.
 """
 
 from __future__ import annotations
@@ -48,17 +49,17 @@ def try_needs(make: Make, groups: int) -> Needs:
     One whose trial fails is taken to need matrices: that is right for all that do not look at other parameters.
     """
     many = min(_MANY, max(_STEPS, _UPDATES // groups))
-    found = Needs.ELEMENTS
     for zeros in (True, False):
         for shape, steps in ((_SHAPE, _STEPS), (_SMALL, many)):
             try:
-                found = max(found, _compare(make, groups, shape, steps, zeros))
+                found = _compare(make, groups, shape, steps, zeros)
             except Exception:  # an optimizer of the user's may raise anything, and will again where the user sees it
                 if zeros:  # otherwise a number that is 0 may be none that can be another
                     return Needs.MATRICES
-            if found is Needs.MODEL:
+                continue
+            if found is not Needs.ELEMENTS:
                 return found
-    return found
+    return Needs.ELEMENTS
 
 
 def _compare(make: Make, groups: int, shape: tuple[int, int], steps: int, zeros: bool) -> Needs:
