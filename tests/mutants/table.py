@@ -3636,4 +3636,12 @@ MUTANTS = (
         "        changed |= set()",
         ("tests/ranks/test_checkpoint_contents.py", "-k", "after_the_start"),
     ),
+    Mutant(
+        "sums-of-buffers-are-of-the-first-stage",
+        "rank",
+        "zerorun/checkpoint/rank_buffers.py",
+        "            self._differ |= {name for name, found in sums.items() if first[place.pipe].get(name, found) != found}",
+        "            self._differ |= {name for name, found in sums.items() if by_rank[0].get(name) != found}",
+        ("tests/ranks/test_rank_buffers.py", "-k", "of_its_own_stage"),
+    ),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -120,6 +121,44 @@ def interrupted(folder: str, stage: int, lost: int) -> None:
 @pytest.mark.parametrize("stage", by_day((0, 1, 2, 3), 0, 3))
 def test_goes_on_bit_for_bit(stage: int, lost: int, tmp_path: Path) -> None:
     run_ranks(3, interrupted, str(tmp_path), stage, lost)
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(37))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.running_mean.lerp_(values.detach().float().mean(0), 0.1)
+        return values - self.running_mean.to(values.dtype)
+
+
+def with_statistics(width: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, 37), Centred(), nn.ReLU(), nn.Linear(37, width))
+
+
+def statistics_interrupted(folder: str, lost: int) -> None:
+    """Buffers that differ between ranks come back to each, also if the host of rank ``lost`` has lost its memory."""
+    with patch.object(sys.modules[__name__], "model_of", with_statistics):
+        engine = make(Path(folder), 3, seed=3)
+        train(engine, 5)
+        expected = engine.module[1].running_mean.clone()
+        engine.destroy()
+        torch.distributed.barrier()
+        if own_rank() == lost:
+            shutil.rmtree(Path(folder) / f"host{own_rank()}")
+        found: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(found, expected.tolist())
+        assert found[0] != found[1] != found[2]
+        engine = make(Path(folder), 3, seed=99)
+        assert engine.global_steps == 5
+        assert torch.equal(engine.module[1].running_mean, expected)
+        engine.destroy()
+
+
+@pytest.mark.parametrize("lost", (-1, 1))
+def test_buffers_of_each_rank_come_back(lost: int, tmp_path: Path) -> None:
+    run_ranks(3, statistics_interrupted, str(tmp_path), lost)
 
 
 def host_by_host(folder: str) -> None:

@@ -118,3 +118,25 @@ def test_a_buffer_that_no_file_can_hold_fails_all_ranks(tmp_path: Path) -> None:
             assert error.startswith("rank 0: tensor 'phases' has dtype torch.complex128")
             assert "Remedy: keep it in another dtype" in error
     assert not list(tmp_path.glob("*"))
+
+
+def two_stages(folder: str) -> list[str]:
+    """Each stage has a buffer of its own, and no rank another value of it."""
+    layers = [Unlike(index) for index in range(2)]
+    config = make_config(1, pipeline={"stages": 2})
+    module = zerorun.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    engine = zerorun.initialize(module, config)
+    path = engine.save_checkpoint(folder)
+    engine.destroy()
+    dist.barrier()
+    return sorted(file.name for file in path.glob("buffer*"))
+
+
+class Unlike(nn.Linear):
+    def __init__(self, index: int) -> None:
+        super().__init__(6, 6)
+        self.register_buffer(f"number{index}", torch.tensor(float(index)))
+
+
+def test_buffers_are_compared_with_those_of_its_own_stage(tmp_path: Path) -> None:
+    assert run_ranks(4, two_stages, str(tmp_path)) == [[]] * 4

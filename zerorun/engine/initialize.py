@@ -506,8 +506,8 @@ def _note_batch_norm(model: nn.Module, topology: Topology) -> None:
     name = next((n for n, m in model.named_modules() if isinstance(m, own) and m.training), None)
     if name is not None and topology.data_size > 1:
         info_once(
-            f"{name!r} and other BatchNorm layers normalise by the samples of each rank alone, as in DDP; checkpoints and "
-            "exports have the running statistics of rank 0. For statistics of all ranks, on GPUs: model = "
+            f"{name!r} and other BatchNorm layers normalise by the samples of each rank alone, as in DDP; exports, and "
+            "loads on other ranks, have the running statistics of rank 0. For statistics of all ranks, on GPUs: model = "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before initialize()."
         )
 
