@@ -1095,6 +1095,14 @@ MUTANTS = (
         ("tests/unit/test_tensor_parallel_models.py", "-k", "each_chunk_of_a_stage"),
     ),
     Mutant(
+        "signs-of-views-are-not-sent",
+        "sign",
+        "zerorun/pipeline/p2p.py",
+        "            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).to(self._device)",
+        "            flat = tensor.detach().contiguous().view(-1).to(self._device)",
+        ("tests/ranks/test_pipeline.py", "-k", "views_that_torch_only_notes"),
+    ),
+    Mutant(
         "globals-hide-parameters",
         "swallowed",
         "zerorun/pipeline/hidden_parameters.py",

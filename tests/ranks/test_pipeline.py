@@ -283,6 +283,58 @@ def test_a_layer_may_change_what_it_gets_from_another_stage() -> None:
         assert found == pytest.approx(losses, rel=1e-6)
 
 
+class GivesViews(nn.Module):
+    """Gives a conjugate and a negative, which torch only notes, beside parts of other shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = self.linear(x)
+        conjugate, negative = torch.complex(y, y * y).conj(), torch.complex(y, y).conj().imag
+        assert conjugate.is_conj()
+        assert negative.is_neg()
+        return conjugate, negative, y.t(), y.sum()
+
+
+class TakesViews(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, given: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        conjugate, negative, turned, total = given
+        joined = conjugate.imag + (conjugate * conjugate.conj()).real + negative.sin() + turned.t() + total
+        return self.linear(joined)  # type: ignore[no-any-return]
+
+
+def viewing_layers() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(GivesViews(), TakesViews())
+
+
+def train_views() -> list[float]:
+    module = PipelineModule(viewing_layers(), num_stages=2, partition_method="uniform", loss_fn=mean_square)
+    engine = zerorun.initialize(module, make_config(1, accumulation=2, optimizer="SGD"))
+    losses = [float(engine.train_batch(iter([pair(step, micro) for micro in range(2)]))) for step in range(STEPS)]
+    engine.destroy()
+    return losses
+
+
+def test_views_that_torch_only_notes_arrive_as_they_are() -> None:
+    model, losses = viewing_layers(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        loss = torch.stack([mean_square(model(x), y) for x, y in (pair(step, micro) for micro in range(2))]).mean()
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_ranks(2, train_views):
+        assert found == pytest.approx(losses, rel=1e-6)
+
+
 # -- messages ------------------------------------------------------------------------------------------------------
 
 

@@ -143,7 +143,8 @@ class PointToPoint:
             self._announce(len(described), described, key)
             self._last_sent[key] = described
         for tensor in tensors:
-            flat = tensor.detach().contiguous().view(-1).to(self._device)
+            # Bytes are sent, so what a view only notes is carried out: conjugates and signs.
+            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).to(self._device)
             if tensor.grad_fn is None and flat.data_ptr() == tensor.data_ptr():  # a buffer: a layer may change it next time
                 flat = flat.clone()
             if flat.numel():
