@@ -460,6 +460,14 @@ _WAITS = (
 
 MUTANTS = (
     Mutant(
+        "hosts-of-this-rank",
+        "rank",
+        "zerorun/startup/job_topology.py",
+        "    return planned_topology(config, world_size, sizes_of_hosts(found), dist.get_rank())",
+        "    return planned_topology(config, world_size, found[dist.get_rank()][0] or world_size, dist.get_rank())",
+        ("tests/ranks/test_unequal_hosts.py",),
+    ),
+    Mutant(
         "room-of-an-earlier-start",
         "stale",
         "zerorun/distributed/transport/process_group.py",

@@ -45,7 +45,7 @@ from ..optim.optimizers import build_optimizer, split_state, watched
 from ..optim.parts import PartsOptimizer
 from ..optim.requested import RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
-from ..plan.make import buffer_dtype, make_plan, planned_topology, secondary_partition, wire_dtype
+from ..plan.make import buffer_dtype, make_plan, secondary_partition, wire_dtype
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.units import repeated_blocks
 from ..plan.weights import (
@@ -70,11 +70,11 @@ from ..startup.inputs import (
     scheduler_made_by,
     take_in,
 )
+from ..startup.job_topology import topology_of_job
 from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_experts, plan_layers, plan_sequences
 from ..startup.parallelized_model import ParallelizedModel
 from ..startup.shared_memory import refuse_shared_memory
 from ..watch.board import Phase, board, during, limit_waits
-from ..watch.launched import ranks_here
 from ..zero.builder import build, map_shards
 from ..zero.disks import open_disk
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
@@ -169,7 +169,7 @@ def initialize(
     in_fp8, note = _agree(refuse)
     wanted = wanted.noting(note, *loader_notes(wanted, training_data))
     settings = wanted.zero_optimization
-    planned, unsettled = topology or _topology(wanted), partitioned(model)
+    planned, unsettled = topology or topology_of_job(wanted), partitioned(model)
     owns_topology = planned.mesh is None
 
     def look() -> Any:
@@ -356,12 +356,6 @@ def _engine_for(model: nn.Module) -> type[Engine]:
 
 
 # -- assembly ----------------------------------------------------------------------------------------------------
-
-
-def _topology(config: Config) -> Topology:
-    """Return the topology that the configuration describes, without process groups."""
-    world_size = dist.get_world_size()
-    return planned_topology(config, world_size, ranks_here(world_size), dist.get_rank())
 
 
 def _feedback(config: Config, accumulation: Accumulation, scaler: LossScaler) -> Feedback | None:

@@ -5,11 +5,11 @@ Only shapes are looked at. The model is not changed, and neither process groups 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 
 import torch
 from torch import nn
@@ -96,17 +96,41 @@ def buffer_dtype(config: Config, buffer: torch.Tensor) -> torch.dtype:
     return DTYPES[wanted] if wanted is not None and buffer.dtype in DTYPES.values() else buffer.dtype
 
 
-def planned_topology(config: Config, world_size: int, ranks_per_node: int, rank: int = 0) -> Topology:
+def planned_topology(config: Config, world_size: int, ranks_per_node: int | Sequence[int], rank: int = 0) -> Topology:
     """Return the topology that ``config`` asks for, without process groups.
 
-    Raises TopologyError if the degrees do not divide the ranks.
+    ``ranks_per_node``: of each node, if they differ. Raises TopologyError if the degrees do not divide the ranks.
     """
     pipe, tensor, context = config.pipeline.stages, config.tensor_parallel.size, config.sequence_parallel_size or 1
-    degree = _shard_degree(config, world_size // (pipe * tensor), max(ranks_per_node // tensor, 1))
+    here = ranks_per_node if isinstance(ranks_per_node, int) else _neighbours(config, ranks_per_node)
+    degree = _shard_degree(config, world_size // (pipe * tensor), max(here // tensor, 1))
     degrees = {"pipe": pipe, "tensor": tensor, "context": context, "expert": config.expert_parallel.size}
-    found = Topology.plan(world_size, rank, shard_degree=degree, **degrees, ranks_per_host=ranks_per_node)
+    found = Topology.plan(world_size, rank, shard_degree=degree, **degrees, ranks_per_host=here)
     secondary_partition(config, found)
     return found
+
+
+def _neighbours(config: Config, sizes: Sequence[int]) -> int:
+    """Return how many ranks that follow one another are on one node, where nodes have ``sizes`` ranks.
+
+    Raises TopologyError if they differ, and ``config`` asks for groups that then lie on more than one.
+    """
+    common, tensor = gcd(*sizes), config.tensor_parallel.size
+    if len(set(sizes)) == 1:
+        return common
+    counts = ", ".join(f"{nodes} x {here} ranks" for here, nodes in sorted(Counter(sizes).items(), reverse=True))
+    if config.zero_optimization.hybrid_shard and config.zero_optimization.shard_degree is None:
+        raise TopologyError(
+            f"zero_optimization.hybrid_shard makes each node a group that divides the states, but nodes differ: {counts}. "
+            "Remedy: start as many ranks on each node, or set shard_degree to a number that divides all of these."
+        )
+    if common % tensor:
+        raise TopologyError(
+            f"tensor degree {tensor} splits unevenly over nodes that differ, {counts}: a group would lie on more than one. "
+            f"Remedy: use a tensor degree of {' or '.join(map(str, divisors(common)))}, or start a multiple of {tensor} "
+            "ranks on each node."
+        )
+    return common
 
 
 def secondary_partition(config: Config, topology: Topology, family: Family = Family.DENSE) -> Secondary | None:

@@ -34,9 +34,10 @@ from ..distributed.transport.world import gather_values
 from ..errors import ConfigError, ConfigProblem, ModelError
 from ..pipeline.pipelined import Pipelined
 from ..pipeline.stages import in_one_piece
-from ..plan.make import compute_dtype, planned_topology, wire_dtype
+from ..plan.make import compute_dtype, wire_dtype
 from ..plan.units import repeated_blocks
 from ..startup.inputs import take_in
+from ..startup.job_topology import topology_of_job
 from ..watch.launched import ranks_here
 from . import sharded, unsharded
 from .explain import axis_at, described, first_of_ranks
@@ -100,7 +101,7 @@ class Verification:
         given = (task.options.get("optimizer"), task.options.get("model_parameters"), world, None)
         self.config, _ = take_in(task.model, self._raw, None, *given, "lr_scheduler" in task.options)
         refuse_lossy(self.config)
-        self.topology = _topology(self.config)
+        self.topology = topology_of_job(self.config)
         self.sizes = Sizes(
             steps,
             self.config.gradient_accumulation_steps,
@@ -252,11 +253,6 @@ def _gathered(sent: Records) -> Gradients:
         part = None if shard is None else TensorShard(*shard)
         found.setdefault(step, {}).setdefault(name, []).append(Value(tensor, start=start, shard=part))
     return found
-
-
-def _topology(config: Config) -> Topology:
-    world = dist.get_world_size()
-    return planned_topology(config, world, ranks_here(world), dist.get_rank())
 
 
 def _ranks(topology: Topology) -> str:

@@ -49,9 +49,14 @@ def local_rank() -> int:
 
 def ranks_here(world_size: int) -> int:
     """How many of ``world_size`` ranks are on this host; all of them where nobody tells it."""
+    return told_ranks_here(world_size) or world_size
+
+
+def told_ranks_here(world_size: int) -> int | None:
+    """How many of ``world_size`` ranks are on this host; None where nobody tells it."""
     told = launched(os.environ)
     known = told.get("WORLD_SIZE", str(world_size)) == str(world_size)
-    return int(told.get("LOCAL_WORLD_SIZE", world_size)) if known else world_size
+    return int(told["LOCAL_WORLD_SIZE"]) if known and "LOCAL_WORLD_SIZE" in told else None
 
 
 def is_on_one_host(environment: Mapping[str, str]) -> bool:
