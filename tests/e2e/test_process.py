@@ -198,7 +198,8 @@ import torch.distributed as dist
 dist.init_process_group("cuda:gloo")
 torch.set_num_threads(1)
 torch.manual_seed(0)
-model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
+with zerorun.zero.Init():
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
 engine = zerorun.initialize(model, {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"},
                                     "zero_optimization": {"stage": 3, "shard_degree": 2}})
 for _ in range(3):

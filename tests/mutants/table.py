@@ -460,6 +460,22 @@ _WAITS = (
 
 MUTANTS = (
     Mutant(
+        "group-of-the-script-for-init",
+        "rank",
+        "zerorun/distributed/transport/world.py",
+        "        dist.broadcast(_bytes_of(tensor), source, group=everyone())",
+        "        dist.broadcast(_bytes_of(tensor), source)",
+        ("tests/e2e/test_process.py::test_a_process_group_that_a_script_has_made_for_gpus_alone_is_enough",),
+    ),
+    Mutant(
+        "gather-in-its-own-dtype",
+        "bytes",
+        "zerorun/distributed/transport/nccl.py",
+        "        work = self.calls._allgather_base(table.view(torch.uint8), sent.view(torch.uint8))",
+        "        work = self.calls._allgather_base(table, sent)",
+        ("tests/ranks/test_simulated_nccl.py::test_what_is_not_added_up_may_have_any_dtype",),
+    ),
+    Mutant(
         "hosts-of-this-rank",
         "rank",
         "zerorun/startup/job_topology.py",

@@ -219,6 +219,46 @@ def test_messages_of_both_sorts_go_both_ways_at_once() -> None:
         assert found == [6.0, 6.0, 12.0, 12.0, 18.0, 18.0]
 
 
+def exchange(dtype: torch.dtype) -> list[list[int]]:
+    """What comes by gathers of equal and other shards, by an all-to-all and a message. Rank r gives bytes of r + 1."""
+    rank, found = dist.get_rank(), []
+
+    def own(numel: int) -> torch.Tensor:
+        return torch.full((numel * dtype.itemsize,), rank + 1, dtype=torch.uint8).view(dtype)
+
+    with simulated_device():
+        nccl = Nccl("shard", dist.group.WORLD, rank, 2, DEVICE, CommunicationStatistics())
+        for bounds in ((0, 2, 4), (0, 3, 4)):
+            full = torch.zeros(4, dtype=dtype)
+            nccl.all_gather(full, bounds, "gather", own(bounds[rank + 1] - bounds[rank])).wait()
+            found.append(full)
+        came = [torch.zeros(2, dtype=dtype) for _ in range(2)]
+        nccl.all_to_all([own(2), own(2)], came, "to all").wait()
+        found.append(came[1 - rank])
+        message = torch.zeros(2, dtype=dtype)
+        work = nccl.send(own(2), 1, 0) if rank == 0 else nccl.receive(message, 0, 0)
+        work.wait()
+        found.append(own(2) if rank == 0 else message)
+    return [flat.view(torch.uint8)[:: dtype.itemsize].tolist() for flat in found]
+
+
+@pytest.mark.parametrize("dtype", (torch.int16, torch.uint64, torch.float8_e8m0fnu, torch.complex64, torch.float32))
+def test_what_is_not_added_up_may_have_any_dtype(dtype: torch.dtype) -> None:
+    """Of frozen weights, buffers and activations; NCCL knows some."""
+    for rank, found in enumerate(run_ranks(2, exchange, dtype)):
+        assert found == [[1, 1, 2, 2], [1, 1, 1, 2], [2 - rank] * 2, [1, 1]]
+
+
+def sum_of(dtype: torch.dtype) -> str:
+    with simulated_device(), pytest.raises(ValueError, match="NCCL knows no") as raised:
+        group_of(dist.group.WORLD).allreduce([torch.ones(2, dtype=dtype)])  # type: ignore[arg-type]
+    return str(raised.value)
+
+
+def test_the_simulation_refuses_dtypes_as_nccl_does() -> None:
+    assert run_ranks(1, sum_of, torch.int16) == ["NCCL knows no torch.int16"]
+
+
 def memory_of_a_call() -> tuple[bool, bool]:
     """Whether what was sent is still there when the call is over, and when it was waited for. Nobody else keeps it."""
     with simulated_device():

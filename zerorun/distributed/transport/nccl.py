@@ -3,7 +3,7 @@
 [Note: one collective, whatever the shards]
 Ranks that choose different operations hang, or get garbage. So the choice follows from the bounds, which all of them know,
 and there is one operation for all: shards of different sizes (whole parameters, for optimizers that need them) travel in
-a buffer in which all have the size of the largest.
+a buffer in which all have the size of the largest. What is not added up travels as bytes, because NCCL lacks some dtypes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Nccl(Transport):
             table = full.new_zeros(width * self.size)
             sent = table[width * self.rank : width * (self.rank + 1)]
             sent[: own.numel()].copy_(own if source is None else source)
-        work = self.calls._allgather_base(table, sent)
+        work = self.calls._allgather_base(table.view(torch.uint8), sent.view(torch.uint8))
         return Pending(self.statistics, label, [work], lambda: _spread(table, full, bounds), reads=[sent])
 
     def all_gather_after(
@@ -109,7 +109,10 @@ class Nccl(Transport):
     ) -> Pending:
         self.statistics.order.note(label)
         empty = sent[0].new_empty(0)
-        apart = [[empty if peer == self.rank else flat for peer, flat in enumerate(flats)] for flats in (sent, received)]
+        apart = [
+            [(empty if peer == self.rank else flat).view(torch.uint8) for peer, flat in enumerate(flats)]
+            for flats in (sent, received)
+        ]
         work = self.calls.alltoall(apart[1], apart[0], dist.AllToAllOptions())
         return Pending(self.statistics, label, [work])
 
@@ -134,10 +137,10 @@ class Nccl(Transport):
         self.statistics.begin(label, self.span, sent, wire.numel() * wire.element_size())
 
     def send(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        return self.calls.send([flat], peer, tag)
+        return self.calls.send([flat.view(torch.uint8)], peer, tag)
 
     def receive(self, flat: torch.Tensor, peer: int, tag: int) -> dist.Work:
-        return self.calls.recv([flat], peer, tag)
+        return self.calls.recv([flat.view(torch.uint8)], peer, tag)
 
 
 def _width(bounds: Sequence[int]) -> int:

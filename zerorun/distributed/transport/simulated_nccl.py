@@ -26,6 +26,9 @@ from .. import simulated
 _MOST_DELAY_S = 0.002
 _PATIENCE_S = 60.0  # after that, NCCL would wait for ever
 _GIVEN, _RECEIVED = 1, 2  # tags of gloo
+# The dtypes that it knows, by torch's table.
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPES += (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
 _Call = tuple["Future[None]", Callable[[], object]]
 
 
@@ -58,7 +61,10 @@ class SimulatedNccl:
         unset: Sequence[torch.Tensor],
         call: Callable[[], object],
     ) -> dist.Work:
-        """``unset``: what of ``writes`` has no meaning from here on."""
+        """``unset``: what of ``writes`` has no meaning from here on. Raises ValueError for a dtype that NCCL lacks."""
+        for tensor in (*reads, *writes):
+            if tensor.dtype not in _DTYPES:
+                raise ValueError(f"NCCL knows no {tensor.dtype}")
         self.stream.wait_stream(_settled())
         simulated.observer().begin(self.stream, reads, writes, what)
         for tensor in unset:

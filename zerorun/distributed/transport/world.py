@@ -94,21 +94,23 @@ def _gather_padded(content: bytes, size: int, group: dist.ProcessGroup) -> list[
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 #
-# They are contiguous, and all ranks must call what is called "all". Each returns when the result is in place.
+# They are contiguous, and all ranks must call what is called "all". Each returns when the result is in place. What is not
+# added up travels as bytes: neither NCCL nor gloo knows all dtypes. The group is that of ``everyone``, because a script's
+# own may serve GPUs only.
 
 
 def all_gather(mine: torch.Tensor, what: str) -> list[torch.Tensor]:
     """The ranks' tensors of one shape and dtype, by rank. ``what``: the words for a long wait."""
     found = [torch.empty_like(mine) for _ in range(size())]
     with waiting(what):
-        dist.all_gather(found, mine)
+        dist.all_gather([_bytes_of(other) for other in found], _bytes_of(mine), group=everyone())
     return found
 
 
 def all_gather_flat(flat: torch.Tensor, mine: torch.Tensor, what: str) -> None:
     """Fill ``flat`` [ranks * numel] with the ranks' ``mine`` [numel]."""
     with waiting(what):
-        dist.all_gather(list(flat.chunk(size())), mine)
+        dist.all_gather(list(_bytes_of(flat).chunk(size())), _bytes_of(mine), group=everyone())
 
 
 def all_gather_in_one(flat: torch.Tensor, mine: torch.Tensor) -> None:
@@ -119,7 +121,7 @@ def all_gather_in_one(flat: torch.Tensor, mine: torch.Tensor) -> None:
 def all_reduce(buffer: torch.Tensor, what: str, *, largest: bool = False) -> None:
     """Replace every rank's ``buffer`` by the sum over ranks, or by the largest of each element."""
     with waiting(what):
-        dist.all_reduce(buffer, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)
+        dist.all_reduce(buffer, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=everyone())
 
 
 def reduce_scatter(full: torch.Tensor, own: torch.Tensor) -> None:
@@ -130,13 +132,13 @@ def reduce_scatter(full: torch.Tensor, own: torch.Tensor) -> None:
 def broadcast(tensor: torch.Tensor, source: int, what: str) -> None:
     """Replace every rank's ``tensor`` by that of rank ``source``."""
     with waiting(what):
-        dist.broadcast(tensor, source)
+        dist.broadcast(_bytes_of(tensor), source, group=everyone())
 
 
 def barrier(what: str) -> None:
     """Return when all ranks have called it."""
     with waiting(what):
-        dist.barrier()
+        dist.barrier(group=everyone())
 
 
 def send(tensor: torch.Tensor, peer: int) -> None:
@@ -156,6 +158,10 @@ def pass_on(mine: torch.Tensor, came: torch.Tensor) -> None:
     following, previous = (rank() + 1) % size(), (rank() - 1) % size()
     for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, following), dist.P2POp(dist.irecv, came, previous)]):
         work.wait()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 # -- what goes to rank 0 -----------------------------------------------------------------------------------------------
