@@ -33,8 +33,8 @@ def sizes_of_hosts(found: Sequence[tuple[int | None, str]]) -> list[int]:
 
     The name counts only where a launcher has not told every rank how many there are.
     """
-    told = Counter(here for here, _ in found)
-    if None in told:
+    told = [here for here, _ in found if here is not None]
+    if len(told) < len(found):
         return list(Counter(name for _, name in found).values())
-    sizes = [min(here, left) for here, ranks in told.items() for left in range(ranks, 0, -here)]  # type: ignore[operator, type-var]
+    sizes = [min(here, left) for here, ranks in Counter(told).items() for left in range(ranks, 0, -here)]
     return sorted(sizes, reverse=True)

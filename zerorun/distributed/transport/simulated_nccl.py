@@ -27,8 +27,10 @@ _MOST_DELAY_S = 0.002
 _PATIENCE_S = 60.0  # after that, NCCL would wait for ever
 _GIVEN, _RECEIVED = 1, 2  # tags of gloo
 # The dtypes that it knows, by torch's table.
-_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
-_DTYPES += (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+_DTYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+)
 _Call = tuple["Future[None]", Callable[[], object]]
 
 
