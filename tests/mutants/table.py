@@ -460,6 +460,14 @@ _WAITS = (
 
 MUTANTS = (
     Mutant(
+        "times-before-the-device-is-there",
+        "wait",
+        "zerorun/engine/pipeline_engine.py",
+        "        synchronize(self.device)  # this once",
+        "",
+        ("tests/ranks/test_times_of_a_device.py",),
+    ),
+    Mutant(
         "group-of-the-script-for-init",
         "rank",
         "zerorun/distributed/transport/world.py",

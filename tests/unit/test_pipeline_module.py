@@ -21,6 +21,7 @@ from pipelining import gathered, run
 from torch import Tensor, nn
 
 from zerorun import LayerSpec, PipelineModule, TiedLayerSpec
+from zerorun.distributed.device import Clock
 from zerorun.errors import PipelineError
 from zerorun.pipeline.executor import Executor
 from zerorun.pipeline.schedule.schedules import make_schedule
@@ -587,7 +588,8 @@ def test_a_stage_that_failed_takes_no_other_batch(stages: int) -> None:
     module: Any = SimpleNamespace(stage=0, is_first=lambda chunk: True, inputs_of=fail)
     p2p: Any = SimpleNamespace(expect=lambda *key: None) if stages > 1 else None
     nothing: Any = None
-    executor = Executor(module, nothing, p2p, [], nothing, nothing, lambda value: value, nothing, nothing)
+    clock = Clock(torch.device("cpu"))
+    executor = Executor(module, nothing, p2p, [], nothing, nothing, lambda value: value, nothing, nothing, clock)
     schedule = make_schedule("gpipe", stages, 2)
     with pytest.raises(ValueError, match="a mistake in the data"):
         executor.run(schedule, [1, 2])

@@ -16,7 +16,7 @@ from ..monitors.monitor import Monitor
 from ..monitors.observer import RunObserver, StepRecord
 from ..monitors.step_trace import StepTrace
 from ..optim.loss_scaler import LossScaler
-from ..pipeline.schedule.simulate import Span
+from ..pipeline.schedule.actions import Action
 from ..watch.board import board
 from ..zero.norm import Decision, Outcome, Summary
 from ..zero.placeholders import released_parameter
@@ -202,8 +202,8 @@ class Outcomes(Reports, Counters, LoopQueries):
             self._sample.end_step()
 
     @property
-    def _actions(self) -> Sequence[Span]:
-        """What a pipeline stage did in the last step."""
+    def _actions(self) -> Sequence[tuple[Action, Any, Any]]:
+        """What a pipeline stage computed in the last step, and when."""
         return ()
 
     @property

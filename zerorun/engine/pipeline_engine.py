@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,19 +11,18 @@ from typing import Any, NoReturn
 import torch
 
 from ..data import RepeatingLoader
-from ..distributed.device import CPU, on_device
+from ..distributed.device import CPU, Clock, on_device, synchronize
 from ..distributed.same_data import agree, checksum, inputs_and_labels, is_cheap, summands
 from ..distributed.transport.connect import connect_links
 from ..distributed.transport.gloo import Gloo
 from ..errors import PipelineError
 from ..log import logger
 from ..optim.loss_scaler import DTYPES, cast_floats
-from ..pipeline.executor import Executor, units_of_chunks
+from ..pipeline.executor import Executor, Timed, units_of_chunks
 from ..pipeline.p2p import PointToPoint, links_of
 from ..pipeline.pipelined import Pipelined
 from ..pipeline.schedule.actions import FORWARD_ONLY, ActionKind, PipelineSchedule
 from ..pipeline.schedule.schedules import ZERO_BUBBLE, make_schedule
-from ..pipeline.schedule.simulate import Span
 from ..pipeline.schedule.times import Times
 from ..pipeline.schedule.trace import Trace, write_trace
 from ..pipeline.split_backward import WeightGradients, split_layers
@@ -68,6 +66,7 @@ class PipelineEngine(Engine):
             self._begin,
             self.accumulation.tell_last,
             self._autocast,
+            Clock(self.device),
         )
         self._batch_fn: Callable[[Any], Any] | None = None
         self._data: Iterator[Any] | None = None
@@ -144,8 +143,8 @@ class PipelineEngine(Engine):
         return (result, outputs) if return_logits else result
 
     @property
-    def _actions(self) -> Sequence[Span]:
-        return self._executor.spans
+    def _actions(self) -> Sequence[Timed]:
+        return self._executor.timed
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Apply ``fn`` to each micro-batch that is read."""
@@ -201,7 +200,8 @@ class PipelineEngine(Engine):
         self._batches += 1
         if self._batches < _WARM_UP_BATCHES:
             return
-        spans = self._executor.spans
+        synchronize(self.device)  # this once
+        spans = self._executor.spans()
         kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
         mine = [median([s.end - s.start for s in spans if s.action.kind is kind] or [0.0]) for kind in kinds]
         found = self.comm.control.values((self.topology.pipe_rank, mine))
@@ -215,11 +215,12 @@ class PipelineEngine(Engine):
 
         The file describes the pipeline that rank 0 is in. All ranks must call it.
         """
+        synchronize(self.device)
         self.comm.control.barrier()
-        zero = time.perf_counter()  # about the same moment on all ranks, whose clocks may differ
+        zero = self._executor.clock.now()  # about the same moment on all ranks, whose clocks may differ
         loss = self.train_batch(data_iter)
-        spans = tuple(Span(span.action, span.start - zero, span.end - zero) for span in self._executor.spans)
-        found = self.comm.control.values(spans)
+        synchronize(self.device)
+        found = self.comm.control.values(tuple(self._executor.spans(zero)))
         if self.topology.rank == 0:
             rows = tuple(found[rank] for rank in self.topology.ranks_along("pipe", 0))
             count, section = self.gradient_accumulation_steps(), self.config.pipeline

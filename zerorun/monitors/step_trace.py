@@ -31,7 +31,7 @@ from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.world import collect, nanoseconds_ahead
 from ..errors import StepError
 from ..log import logger
-from ..pipeline.schedule import simulate
+from ..pipeline.schedule.actions import Action
 from ..watch.board import Phase, Span, board
 from ..zero.placeholders import tensors_in
 from ..zero.sharded_model import ShardedModel
@@ -85,7 +85,7 @@ class Tracer(Stopwatch):
         self._device, self._before = device, before
         self._program, self._computation = _Track(monotonic_ns), _Track(self.now)
         self._issued: list[tuple[str, int, int]] = []
-        self._actions: list[simulate.Span] = []
+        self._actions: list[tuple[Action, Any, Any]] = []
         self._attached: list[Any] = []
         self._backward = ""  # the last that has begun: it lasts until that of another unit begins
         synchronize(device)
@@ -152,9 +152,9 @@ class Tracer(Stopwatch):
         """The wait is over."""
         self._program.end(f"wait: {label}")
 
-    def note_actions(self, spans: Sequence[simulate.Span]) -> None:
-        """Actions of a pipeline, by the host's clock."""
-        self._actions += spans
+    def note_actions(self, actions: Sequence[tuple[Action, Any, Any]]) -> None:
+        """Actions of a pipeline, with the moments at which they began and ended."""
+        self._actions += actions
 
     def _looking_at(self, unit: Unit, module: nn.Module) -> Iterator[Any]:
         forward, backward = f"{unit.name}: forward", f"{unit.name}: backward"
@@ -185,9 +185,9 @@ class Tracer(Stopwatch):
             yield TraceEvent(PROGRAM, name, begun, ended - begun, args)
         for name, begun, ended, args in self._computation.spans:
             yield TraceEvent(COMPUTATION, name, self._at(begun), self._at(ended) - self._at(begun), args)
-        for action, start, end in self._actions:
+        for action, begun, ended in self._actions:
             args = {"micro_batch": action.micro_batch, "chunk": action.chunk}
-            yield TraceEvent(PIPELINE, action.kind.name.lower(), round(1e9 * start), round(1e9 * (end - start)), args)
+            yield TraceEvent(PIPELINE, action.kind.name.lower(), self._at(begun), self._at(ended) - self._at(begun), args)
         for label, when, sent in self._issued:
             yield TraceEvent(kind_of(label), label, when, -1, {"bytes": sent})
         for name, begun, ended, needed in self._step:
@@ -205,7 +205,7 @@ class StepTrace:
         self._tracer = Tracer(device, comm.statistics.watch)
         self._tracer.start(comm, model)
 
-    def end_step(self, actions: Sequence[simulate.Span]) -> bool:
+    def end_step(self, actions: Sequence[tuple[Action, Any, Any]]) -> bool:
         """A step is over. True if it was the last; then the trace is written. ``actions``: of a pipeline."""
         self._tracer.note_actions(actions)
         self._left -= 1

@@ -6,7 +6,6 @@ was received, what was computed from it, and the passes over units that the runt
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +16,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree
 
+from ..distributed.device import Clock
 from ..errors import PipelineError
 from ..watch.board import Phase, board
 from ..zero.gathers import ExecutionTrace
@@ -28,6 +28,7 @@ from .schedule.simulate import Span
 from .split_backward import WeightGradients
 
 Key = tuple[int, int]  # micro-batch, chunk
+Timed = tuple[Action, Any, Any]  # with the moments of a Clock at which it began and ended
 _PHASES = dict.fromkeys((ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT), Phase.BACKWARD)
 _PHASES[ActionKind.FORWARD] = Phase.FORWARD
 _RECEIVES = {ActionKind.RECEIVE_ACTIVATION: ACTIVATIONS, ActionKind.RECEIVE_GRADIENT: GRADIENTS}
@@ -50,7 +51,7 @@ class Executor:
 
     ``root_of(loss, micro_batch)`` returns the tensor from which the backward of the last part starts. ``begin(value)``
     prepares the inputs that the first part takes from a batch. ``last_backward(flag)`` is called before each backward and
-    tells whether it is the last of the step. ``around()`` returns the context of a forward.
+    tells whether it is the last of the step. ``around()`` returns the context of a forward. ``clock``: of the device.
     """
 
     def __init__(
@@ -64,14 +65,16 @@ class Executor:
         begin: Callable[[Any], Any],
         last_backward: Callable[[bool], None],
         around: Callable[[], AbstractContextManager[Any]],
+        clock: Clock,
     ) -> None:
         self._module, self._runtime, self._p2p, self._parts, self._later = module, runtime, p2p, parts, later
         self._root_of, self._begin, self._last_backward, self._around = root_of, begin, last_backward, around
+        self.clock = clock
         self._kept: dict[Key, _Kept] = {}
         self._failed = False  # True while a batch runs, and after it has failed
         self.losses: list[torch.Tensor] = []  # of the micro-batches so far, on the last stage
         self.outputs: list[Any] = []  # of the last part, if the schedule has only forwards
-        self.spans: list[Span] = []  # when each computation began and ended
+        self.timed: list[Timed] = []  # the computations
 
     def run(self, schedule: PipelineSchedule, batches: list[Any], *, needs_loss: bool = True) -> None:
         """Run this rank's actions. ``batches``: one per micro-batch; None on a stage without the first and the last part.
@@ -85,19 +88,24 @@ class Executor:
         try:
             self._expect(coming, schedule.stages)
             for action, is_last in _with_last(actions):
-                begun = time.perf_counter()
+                begun = self.clock.now() if action.kind.computes else None
                 self._act(action, batches, schedule.stages, is_last)
                 if action.kind in _RECEIVES:
                     coming[action.kind] -= 1
                     self._expect(coming, schedule.stages)
                 if action.kind.computes:
-                    self.spans.append(Span(action, begun, time.perf_counter()))
+                    self.timed.append((action, begun, self.clock.now()))
             if self._p2p is not None:
                 board.enter(Phase.PIPELINE)
                 self._p2p.finish()
             self._failed = False
         finally:
             self._kept = {}  # it holds graphs, whose hooks refer to the engine
+
+    def spans(self, since: Any = None) -> list[Span]:
+        """When each computation began and ended, in seconds from ``since`` or from the first. The device must be done."""
+        first = self.timed[0][1] if since is None and self.timed else since
+        return [Span(act, self.clock.between(first, one), self.clock.between(first, two)) for act, one, two in self.timed]
 
     @property
     def is_stuck(self) -> bool:
@@ -111,7 +119,7 @@ class Executor:
                 "initialize() again and load a checkpoint."
             )
         self._failed = True
-        self._kept, self.losses, self.outputs, self.spans = {}, [], [], []
+        self._kept, self.losses, self.outputs, self.timed = {}, [], [], []
 
     def _act(self, action: Action, batches: list[Any], stages: int, is_last: bool) -> None:
         kind, key = action.kind, (action.micro_batch, action.chunk)
