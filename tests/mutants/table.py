@@ -460,6 +460,38 @@ _WAITS = (
 
 MUTANTS = (
     Mutant(
+        "connecting-without-a-name",
+        "wait",
+        "zerorun/distributed/transport/nccl.py",
+        "            with waiting(label, span=self.span):  # for the others",
+        "            if True:",
+        ("tests/ranks/test_simulated_nccl.py::test_the_first_collective_is_a_wait_with_a_name",),
+    ),
+    Mutant(
+        "unmapped-before-unpinned",
+        "order",
+        "zerorun/distributed/device.py",
+        "        if _register(flat, owner):",
+        "        if _register(flat, mapped):",
+        ("tests/unit/test_gpu_environment.py::test_pinned_memory_takes_its_bytes_and_no_more",),
+    ),
+    Mutant(
+        "error-of-pinning-is-kept",
+        "swallowed",
+        "zerorun/distributed/device.py",
+        "            torch.ones(1, device=GPU)",
+        "            pass",
+        ("tests/unit/test_gpu_environment.py::test_pinned_memory_takes_its_bytes_and_no_more",),
+    ),
+    Mutant(
+        "positions-of-another-batch",
+        "stale",
+        "zerorun/context/attention.py",
+        "    if positions not in _looked_at or _looked_at[positions][0] != positions._version:",
+        "    if positions not in _looked_at:",
+        ("tests/unit/test_positions.py",),
+    ),
+    Mutant(
         "times-before-the-device-is-there",
         "wait",
         "zerorun/engine/pipeline_engine.py",
@@ -479,8 +511,8 @@ MUTANTS = (
         "gather-in-its-own-dtype",
         "bytes",
         "zerorun/distributed/transport/nccl.py",
-        "        work = self.calls._allgather_base(table.view(torch.uint8), sent.view(torch.uint8))",
-        "        work = self.calls._allgather_base(table, sent)",
+        "            work = self.calls._allgather_base(table.view(torch.uint8), sent.view(torch.uint8))",
+        "            work = self.calls._allgather_base(table, sent)",
         ("tests/ranks/test_simulated_nccl.py::test_what_is_not_added_up_may_have_any_dtype",),
     ),
     Mutant(

@@ -25,6 +25,7 @@ from simulation import refuse_different_calls, simulated_device
 from training import make_config, make_engine, train
 
 import zerorun
+from zerorun.distributed import waits
 from zerorun.distributed.simulated import DEVICE
 from zerorun.distributed.transport.nccl import Nccl
 from zerorun.distributed.transport.simulated_nccl import group_of
@@ -217,6 +218,32 @@ def exchange_tensors_of_the_host() -> list[float]:
 def test_messages_of_both_sorts_go_both_ways_at_once() -> None:
     for found in run_ranks(2, exchange_tensors_of_the_host):
         assert found == [6.0, 6.0, 12.0, 12.0, 18.0, 18.0]
+
+
+class WaitsDuring:
+    """Passes calls on, and notes for what the program waits meanwhile."""
+
+    def __init__(self, calls: Any) -> None:
+        self._calls, self.noted = calls, list[list[str]]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.noted.append([entry.what for entry in waits.watch.open.values()])
+        return getattr(self._calls, name)
+
+
+def waits_for_collectives() -> list[list[str]]:
+    rank = dist.get_rank()
+    with simulated_device():
+        nccl = Nccl("shard", dist.group.WORLD, rank, 2, DEVICE, CommunicationStatistics())
+        calls = nccl.__dict__["calls"] = WaitsDuring(nccl.calls)
+        for label in ("first", "second"):
+            nccl.all_gather(torch.zeros(4), (0, 2, 4), label).wait()
+    return calls.noted
+
+
+def test_the_first_collective_is_a_wait_with_a_name() -> None:
+    """NCCL connects ranks there, and the program goes on when all have come."""
+    assert run_ranks(2, waits_for_collectives) == [[["first"], []]] * 2
 
 
 def exchange(dtype: torch.dtype) -> list[list[int]]:

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -210,15 +211,26 @@ class Pins:
     def __init__(self, answer: int) -> None:
         self.answer = answer
         self.pinned: dict[int, int] = {}  # address -> bytes
+        self.unmapped = False  # whether memory was gone before CUDA was told
+        self.error = 0  # which CUDA keeps
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
         if self.answer == 0:
             self.pinned[address] = nbytes
+        self.error = self.answer
         return self.answer
 
     def cudaHostUnregister(self, address: int) -> int:
         del self.pinned[address]
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        self.unmapped |= not any(int(low, 16) <= address < int(high, 16) for low, high in ranges)
         return 0
+
+    def launch(self, numel: int, device: str) -> None:
+        """A kernel, after which torch asks CUDA for errors."""
+        kept, self.error = self.error, 0
+        if kept:
+            raise RuntimeError("CUDA error: out of memory")
 
 
 @pytest.mark.parametrize("answer", (0, 2))
@@ -234,10 +246,12 @@ def test_pinned_memory_takes_its_bytes_and_no_more(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: pins)
     monkeypatch.setattr(torch, "empty", record)
+    monkeypatch.setattr(torch, "ones", pins.launch)
     numel = (1 << 19) + 3
     flat = devices.host_empty(numel, torch.float32, pinned=True)
     assert flat.numel() == numel and flat.dtype == torch.float32
     flat.fill_(2.0)
+    assert pins.error == 0, "the next kernel of the script would raise it"
     assert list(pins.pinned.values()) == ([4 * numel] if answer == 0 else [])
     assert asked == ([] if answer == 0 else [True])
     part = flat[5:9]
@@ -246,7 +260,7 @@ def test_pinned_memory_takes_its_bytes_and_no_more(monkeypatch: pytest.MonkeyPat
     assert part.tolist() == [2.0] * 4 and len(pins.pinned) == (answer == 0)
     del part
     gc.collect()
-    assert not pins.pinned
+    assert not pins.pinned and not pins.unmapped
 
 
 def test_a_little_pinned_memory_is_torch_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..distributed.device import on_gpu
 from ..errors import ModelError
@@ -232,9 +233,22 @@ def _refuse_rows(implementation: str, mask: Any, keywords: dict[str, Any]) -> No
     if "flash" in implementation:
         positions = keywords.pop("position_ids", None)
         packed = any(name.startswith("cu_seq_lens") and value is not None for name, value in keywords.items())
-        packed = packed or (positions is not None and bool((positions.diff(dim=-1) != 1).any()))
+        packed = packed or (positions is not None and _begin_anew(positions))
     if packed or not (mask is None or isinstance(mask, torch.Tensor)):
         raise ModelError(
             f"{implementation} with {'packed sequences' if packed else type(mask).__name__} cannot attend from a part of "
             'the rows. Remedy: context_parallel.method "ulysses", or the implementation "sdpa".'
         )
+
+
+def _begin_anew(positions: torch.Tensor) -> bool:
+    """True if they do not rise by one, as where sequences are packed. All layers of a forward get the same tensor: the
+    first waits for the device."""
+    if positions.is_inference():  # it has no version
+        return bool((positions.diff(dim=-1) != 1).any())
+    if positions not in _looked_at or _looked_at[positions][0] != positions._version:
+        _looked_at[positions] = positions._version, bool((positions.diff(dim=-1) != 1).any())
+    return bool(_looked_at[positions][1])
+
+
+_looked_at: Any = WeakIdKeyDictionary()  # positions -> (their version, what was found)

@@ -7,6 +7,7 @@ and waiting for it returns at once.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import resource
@@ -176,8 +177,10 @@ def _pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
     if numel * dtype.itemsize >= _LARGE_BYTES:
         mapped = mmap.mmap(-1, numel * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapped.madvise(mmap.MADV_DONTFORK)  # after a fork, the first to write would get other pages than the device has
-        flat = torch.frombuffer(mapped, dtype=dtype)
-        if _register(flat, mapped):
+        # Its owner, as Python would unmap the memory before it tells of the end of ``mapped``: it ends before that.
+        owner = (ctypes.c_char * len(mapped)).from_buffer(mapped)
+        flat = torch.frombuffer(owner, dtype=dtype)
+        if _register(flat, owner):
             return flat
     return torch.empty(numel, dtype=dtype, pin_memory=True)
 
@@ -195,6 +198,9 @@ def _register(flat: torch.Tensor, owner: object) -> bool:
     done = int(cuda.cudaHostRegister(address, flat.nbytes, 0)) == 0
     if done:
         weakref.finalize(owner, cuda.cudaHostUnregister, address).atexit = False
+    else:
+        with contextlib.suppress(RuntimeError):  # CUDA keeps the error until it has told it to the next that asks
+            torch.ones(1, device=GPU)
     return done
 
 

@@ -31,6 +31,7 @@ class Nccl(Transport):
     name = NCCL
     queues = True
     takes_from_source = True
+    _has_connected = False
 
     @cached_property
     def calls(self) -> dist.ProcessGroup | SimulatedNccl:
@@ -41,6 +42,16 @@ class Nccl(Transport):
     def _beside(self) -> CopyStream:
         """What follows a collective of another axis waits for it here."""
         return CopyStream(self.device)
+
+    @contextmanager
+    def _calling(self, label: str) -> Iterator[None]:
+        """NCCL connects ranks in their first call, for which the program waits."""
+        if self._has_connected:
+            yield
+        else:
+            with waiting(label, span=self.span):  # for the others
+                yield
+            self._has_connected = True
 
     @contextmanager
     def _beside_after(self, first: Pending | Arrival) -> Iterator[None]:
@@ -61,7 +72,8 @@ class Nccl(Transport):
             table = full.new_zeros(width * self.size)
             sent = table[width * self.rank : width * (self.rank + 1)]
             sent[: own.numel()].copy_(own if source is None else source)
-        work = self.calls._allgather_base(table.view(torch.uint8), sent.view(torch.uint8))
+        with self._calling(label):
+            work = self.calls._allgather_base(table.view(torch.uint8), sent.view(torch.uint8))
         return Pending(self.statistics, label, [work], lambda: _spread(table, full, bounds), reads=[sent])
 
     def all_gather_after(
@@ -92,7 +104,8 @@ class Nccl(Transport):
                 wire[width * rank :][: high - low].copy_(full[low:high])
         direct = out.dtype == wire_dtype and out.numel() == width and not accumulate
         own = out if direct else wire[width * self.rank : width * (self.rank + 1)]
-        works: list[Started] = [self.calls._reduce_scatter_base(own, wire, dist.ReduceScatterOptions())]
+        with self._calling(label):
+            works: list[Started] = [self.calls._reduce_scatter_base(own, wire, dist.ReduceScatterOptions())]
         return Pending(self.statistics, label, works, lambda: store(own[: out.numel()], out, accumulate), reads=[wire])
 
     def all_reduce(self, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype | None = None) -> None:
@@ -113,7 +126,8 @@ class Nccl(Transport):
             [(empty if peer == self.rank else flat).view(torch.uint8) for peer, flat in enumerate(flats)]
             for flats in (sent, received)
         ]
-        work = self.calls.alltoall(apart[1], apart[0], dist.AllToAllOptions())
+        with self._calling(label):
+            work = self.calls.alltoall(apart[1], apart[0], dist.AllToAllOptions())
         return Pending(self.statistics, label, [work])
 
     def sum_after(self, first: Pending, buffer: torch.Tensor, label: str, wire_dtype: torch.dtype) -> Pending:
@@ -124,7 +138,8 @@ class Nccl(Transport):
         kept = first.buffers  # read on that stream, and made on another
         with self._beside_after(first):
             store(buffer, wire, accumulate=False)
-            work = self.calls.allreduce([wire])
+            with self._calling(label):
+                work = self.calls.allreduce([wire])
 
         def finish() -> None:
             store(wire, buffer, accumulate=False)
