@@ -3477,6 +3477,14 @@ MUTANTS = (
         ("tests/ranks/test_state_dicts_of_parts.py", "-k", "no_placeholders"),
     ),
     Mutant(
+        "what-is-given-up-is-everybodys-error",
+        "swallowed",
+        "zerorun/distributed/transport/peer_memory.py",
+        "        except PeerMemoryError:",
+        "        except PeersDisagree:",
+        ("tests/ranks/test_peer_memory.py", "-k", "given_up"),
+    ),
+    Mutant(
         "placeholders-are-copied",
         "swallowed",
         "zerorun/zero/state_dicts.py",

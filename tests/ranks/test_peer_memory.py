@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
 import random
 import signal
@@ -25,7 +26,7 @@ from training import finish, make_config, make_engine, merged, run_steps
 
 from zerorun.distributed.transport import peer_memory
 from zerorun.distributed.transport.connect import connect_axis
-from zerorun.distributed.transport.peer_memory import PeerMemory, PeersDisagree
+from zerorun.distributed.transport.peer_memory import PeerMemory, PeerMemoryError, PeersDisagree
 from zerorun.distributed.transport.same_host import SameHost
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.errors import OrderError
@@ -131,6 +132,58 @@ def keep_one_group_while_another_is_connected() -> bool:
 
 def test_a_group_may_be_kept_on_one_rank() -> None:
     assert run_ranks(2, keep_one_group_while_another_is_connected) == [False, False]
+
+
+def give_up_in_the_midst() -> tuple[str, float]:
+    """Rank 1 offers what rank 0 does not read at once, and frees it, as where both give an engine up after an error. What
+    rank 0 is told when it waits for it after all, and what it reads in a group that is made meanwhile."""
+    memory, rank = connect(), dist.get_rank()
+    if rank == 0:
+        read = torch.zeros(1024)
+        made = memory.exchange(
+            5,
+            "test",
+            [torch.ones(1024)],
+            lambda tables: memory.read_tensor(1, int(tables[1][0]), read),
+            until_given=False,
+        )
+    dist.barrier()
+    if rank == 1:
+        mapping = mmap.mmap(-1, mmap.PAGESIZE)
+        offered = torch.frombuffer(mapping, dtype=torch.float32)
+        made = memory.exchange(5, "test", [offered], lambda tables: None, until_given=False)
+        allow(offered, 0)  # as if it were freed, and nothing else came to lie there
+    dist.barrier()
+    another, found = connect(), torch.zeros(3)
+    another.exchange(
+        6,
+        "test",
+        [torch.full((3,), float(rank))],
+        lambda tables: another.read_tensor(1 - rank, int(tables[1 - rank][0]), found),
+        until_given=True,
+    ).wait(LONG)
+    told = ""
+    if rank == 0:
+        with pytest.raises(PeerMemoryError) as raised:
+            made.wait(LONG)
+        told = str(raised.value)
+        with pytest.raises(PeerMemoryError):
+            memory.finish(LONG)
+    dist.barrier()
+    if rank == 1:
+        allow(offered, mmap.PROT_READ | mmap.PROT_WRITE)
+    return told, float(found[0])
+
+
+def allow(page: torch.Tensor, access: int) -> None:
+    """Let what fills a page of memory be read and written as ``access`` says."""
+    where = ctypes.c_void_p(page.data_ptr())
+    assert ctypes.CDLL(None).mprotect(where, ctypes.c_size_t(page.nbytes), access) == 0
+
+
+def test_what_was_given_up_in_one_group_is_no_error_of_another() -> None:
+    (told, first), (_, second) = run_ranks(2, give_up_in_the_midst)
+    assert "Bad address" in told and (first, second) == (1.0, 0.0)
 
 
 def overwrite_at_once(how: str) -> list[float]:

@@ -423,7 +423,7 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "parameter": lambda c: c["parameters"]["w"].pop("trainable"),
     "alias": lambda c: c.update(aliases={"v": ["w"]}),
     "optimizer": lambda c: c["optimizer"].update(groups=[[]]),
-    "scalars": lambda c: c["optimizer"]["scalars"].update(step=[{"value": [], "dtype": None, "names": ["w"]}]),
+    "scalars": lambda c: c["optimizer"]["scalars"].update(step=[{"value": 1, "dtype": None, "names": "w"}]),
     "states": lambda c: c["optimizer"].update(states=[5]),
     "loss scale": lambda c: c.update(loss_scale={"scale": "big"}),
     "random numbers": lambda c: c.update(rng="x"),

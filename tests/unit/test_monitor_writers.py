@@ -173,6 +173,7 @@ def test_a_library_that_refuses_is_an_error_of_the_configuration(monkeypatch: py
 
 def test_only_rank_0_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)  # another test of this process may be rank 0
     made = monitor(csv_monitor={"output_path": str(tmp_path)})
     made.write_events(EVENTS)
     assert made.enabled

@@ -105,18 +105,27 @@ class PeerCollective:
         self._sources, self._table = sources, table  # others may be reading them
         self._take: Callable[[list[torch.Tensor]], None] | None = take
         self._until_given = until_given
+        self._error: PeerMemoryError | None = None  # for all who wait for it: later there may be nothing left to read
 
     def progress(self) -> bool:
-        """Take the others' parts if all have offered them. True once they are taken."""
-        if self._take is not None:
-            tables = self._memory.offers(self._number, self._tag, self._table, self._label, self._size)
-            if tables is None:
-                return False
-            begun = time.monotonic_ns()
-            self._take(tables)
-            board.end_transport(begun)
-            self._take = None
-            self._memory.confirm(self._number)
+        """Take the others' parts if all have offered them. True once they are taken. Raises PeerMemoryError."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._take is None or self._take_now(self._take)
+        except PeerMemoryError as error:
+            self._error = error
+            raise
+
+    def _take_now(self, take: Callable[[list[torch.Tensor]], None]) -> bool:
+        tables = self._memory.offers(self._number, self._tag, self._table, self._label, self._size)
+        if tables is None:
+            return False
+        begun = time.monotonic_ns()
+        take(tables)
+        board.end_transport(begun)
+        self._take = None
+        self._memory.confirm(self._number)
         return True
 
     @property
@@ -168,7 +177,8 @@ class PeerMemory:
         """
         memory, card = cls(rank, size, names), None
         lines = gather(ancestors() if can_be_used() else None)
-        serve()  # the others may drop boards when this is over: see on them what they have read
+        with contextlib.suppress(PeersDisagree):  # in another group, which is no matter of this one
+            serve()  # the others may drop boards when this is over: see on them what they have read
         if not all(line is not None for line in lines):
             return None
         _permission.widen(nearest_common(lines))
@@ -250,6 +260,7 @@ class PeerMemory:
 
         def finished() -> bool:
             serve()
+            self.take_all()  # with the error, if there is one
             return not self._reading and not self._offered
 
         if not finished():
@@ -257,6 +268,13 @@ class PeerMemory:
             missing = partial(self.absent, last, until_given=True)
             with waiting("others to read what this rank offers", missing, self.span):
                 self.wait_until(finished, timeout)
+
+    def take_all(self) -> None:
+        """Take what all others have offered, in order. Raises PeerMemoryError."""
+        for exchange in list(self._reading):
+            if not exchange.progress():
+                break
+        self.forget_finished()
 
     def forget_finished(self) -> None:
         """Let go of the buffers of what is taken and given."""
@@ -458,15 +476,24 @@ def nearest_common(lines: Sequence[Sequence[int]]) -> int:
 
 
 def serve() -> None:
-    """Take whatever can be taken, in any group: others may wait for it."""
+    """Take whatever can be taken, in any group: others may wait for it. Raises PeersDisagree, after that.
+
+    What a peer has offered may be gone: after an error in the midst of a step both ranks may have given up the engine, and
+    one has freed its buffers before the other has read them. Who waits for that gets the error, and nobody else.
+    """
+    disagreement = None
     for served in tuple(_served):
         memory = served()
         if memory is None:
             continue
-        for exchange in list(memory._reading):
-            if not exchange.progress():
-                break
-        memory.forget_finished()
+        try:
+            memory.take_all()
+        except PeersDisagree as error:
+            disagreement = error
+        except PeerMemoryError:
+            continue
+    if disagreement is not None:
+        raise disagreement
 
 
 def can_be_used() -> bool:

@@ -71,8 +71,13 @@ class SimulatedNccl:
         simulated.observer().begin(self.stream, reads, writes, what)
         for tensor in unset:
             simulated.poison(tensor)
-        future: Future[None] = Future()
-        self._calls.put((future, call))
+        future, inference = Future[None](), torch.is_inference_mode_enabled()
+
+        def in_its_mode() -> None:  # that of the program, whose thread NCCL is called on
+            with torch.inference_mode(inference):
+                call()
+
+        self._calls.put((future, in_its_mode))
         work: Any = _Work(future, self.stream, [*reads, *writes])
         return work  # type: ignore[no-any-return]
 
