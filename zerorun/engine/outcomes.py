@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..config.parse import Config
 from ..errors import LossScaleError, NonFiniteError, StepError
 from ..log import is_rank_zero, listed, logger
 from ..monitors.device_sample import DeviceSample
@@ -272,8 +273,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         scaler, unknown = self.history.scaler, self.history.unsettled is not None
         if scaler.dynamic:
             return scaler.at_minimum
-        most = SKIPS_WITH_STATIC_SCALE if self.config.fp16.enabled else SKIPS_IN_A_ROW
-        return self.history.progress.skips_in_a_row + unknown >= most - 1
+        return self.history.progress.skips_in_a_row + unknown >= _most_skips(self.config) - 1
 
     # -- the outcome of a step -----------------------------------------------------------------------------------
 
@@ -342,16 +342,15 @@ class Outcomes(Reports, Counters, LoopQueries):
             progress.skip()
             if scaler.dynamic:
                 return
-            bf16, why, most = self.config.bf16, "are NaN or infinite", SKIPS_IN_A_ROW
-            if self.config.fp16.enabled:
-                why, most = f"overflow in fp16 with the static loss scale {scaler.scale:g}", SKIPS_WITH_STATIC_SCALE
-            may_skip = self.config.fp16.enabled or (bf16.enabled and bf16.check_grad_overflow)
+            fp16, bf16, most = self.config.fp16, self.config.bf16, _most_skips(self.config)
+            why = f"overflow in fp16 with the static loss scale {scaler.scale:g}" if fp16.enabled else "are NaN or infinite"
+            may_skip = fp16.enabled or (bf16.enabled and bf16.check_grad_overflow)
             if may_skip and progress.skips_in_a_row < most:
                 if is_rank_zero():
                     what = "step %d skipped: gradients %s; %d such steps in a row are an error"
                     logger.warning(what, self.global_steps, why, most)
                 return
-            if self.config.fp16.enabled:
+            if fp16.enabled:
                 what = f"gradients {why} in {most} steps in a row: set a smaller fp16.loss_scale, or 0 for a dynamic one."
                 self.history.fail(partial(self._raise_no_scale, notes, what))
                 return
@@ -456,3 +455,8 @@ class Outcomes(Reports, Counters, LoopQueries):
         scale = self.history.scaler.scale if self.config.scales_loss else None
         counts = self.global_steps, self.global_samples, self.skipped_steps
         return StepRecord(*counts, outcome.loss, norm, self.get_lr(), scale)
+
+
+def _most_skips(config: Config) -> int:
+    """So many skipped steps in a row are an error, where no scale changes with them."""
+    return SKIPS_WITH_STATIC_SCALE if config.fp16.enabled else SKIPS_IN_A_ROW
