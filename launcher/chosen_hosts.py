@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zerorun.errors import LaunchError
-from zerorun.watch.launched import is_task_of_several
+from zerorun.watch.launched import is_task_of_several, place_in_step
 
 from .facts import usable_cores, visible_gpus
 from .hosts import Host, first_hosts, limit_slots, parse_hostfile, select, slurm_hosts
@@ -68,6 +68,21 @@ def _check_spares(hosts: Sequence[Host], spares: int) -> None:
 def in_allocation(environment: Mapping[str, str]) -> bool:
     """Return True in a SLURM allocation, except in one of several tasks of an srun step: that one has its part already."""
     return "SLURM_JOB_NODELIST" in environment and not is_task_of_several(environment)
+
+
+def other_launchers(environment: Mapping[str, str]) -> str:
+    """Return, in the first of several launchers that mpirun or srun has started, what is to be said of it; else nothing.
+
+    It is no error: several settings may be tried at once.
+    """
+    number, count = place_in_step(environment)
+    if number > 0 or count == 1:
+        return ""
+    return (
+        f"mpirun or srun has started {count} launchers, and each starts a job of its own, with a model of its own. If one "
+        "job is meant: start zerorun once, without them; or let them start the ranks, with python in the place of zerorun; "
+        "or give --nnodes, --node-rank and --master-addr."
+    )
 
 
 def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[Host]:

@@ -64,12 +64,14 @@ def _launch(args: argparse.Namespace) -> int:
     if args.sbatch:
         return _submit(args)
     from .carriers import CARRIERS  # here, so that --help does not pay for it
-    from .chosen_hosts import by_hand, choose_hosts
+    from .chosen_hosts import by_hand, choose_hosts, other_launchers
     from .job import Job
     from .job_plan import JobOptions
     from .sbatch import REQUEUE_STATUS, requeue
 
     launcher, hosts = choose_hosts(args, os.environ)
+    if launcher == "local" and not by_hand(args) and (warning := other_launchers(os.environ)):
+        print(f"[zerorun] warning: {warning}", file=sys.stderr, flush=True)
     request = make_request(args, launcher, hosts, os.environ)
     options = carrier_options(args)
 

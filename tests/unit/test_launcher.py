@@ -233,6 +233,23 @@ def test_names_of_the_job_reach_its_workers(script: str, capsys: pytest.CaptureF
     assert (env["TORCHELASTIC_RUN_ID"], env["ROLE_NAME"], env["ROLE_WORLD_SIZE"]) == ("night", "trainer", "1")
 
 
+@pytest.mark.parametrize("starter", ["OMPI_COMM_WORLD", "SLURM"])
+def test_several_launchers_say_that_each_has_a_job_of_its_own(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, starter: str
+) -> None:
+    def said(rank: str, *options: str) -> str:
+        monkeypatch.setenv("SLURM_PROCID" if starter == "SLURM" else "OMPI_COMM_WORLD_RANK", rank)
+        assert cli.main(["--dry-run", "--nproc-per-node=1", *options, script]) == 0
+        return capsys.readouterr().err
+
+    told = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3", "SLURM_JOB_ID": "7", "SLURM_STEP_NUM_NODES": "1"}
+    for name, value in (told if starter == "SLURM" else {"OMPI_COMM_WORLD_SIZE": "3"}).items():
+        monkeypatch.setenv(name, value)
+    assert "has started 3 launchers, and each starts a job of its own" in said("0")
+    assert "launchers" not in said("1")  # once is enough
+    assert "launchers" not in said("0", "--nnodes=3", "--node-rank=0", "--master-addr=127.0.0.1")
+
+
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     for option in ("--version", "--help"):
         with pytest.raises(SystemExit) as stop:

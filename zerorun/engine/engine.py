@@ -22,7 +22,8 @@ from ..log import warn_once
 from ..monitors.device_sample import DeviceSample
 from ..monitors.observer import RunObserver
 from ..optim.borders import Border
-from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
+from ..optim.containers import cast_floats
+from ..optim.loss_scaler import DTYPES, LossScaler
 from ..optim.lr_schedules import step_reversibly
 from ..watch.board import Phase, board, during
 from ..zero.access import find_released_use, restore_module

@@ -17,7 +17,8 @@ from ..distributed.transport.connect import connect_links
 from ..distributed.transport.gloo import Gloo
 from ..errors import PipelineError
 from ..log import logger
-from ..optim.loss_scaler import DTYPES, cast_floats
+from ..optim.containers import cast_floats
+from ..optim.loss_scaler import DTYPES
 from ..pipeline.executor import Executor, Timed, units_of_chunks
 from ..pipeline.p2p import PointToPoint, links_of
 from ..pipeline.pipelined import Pipelined

@@ -1,9 +1,9 @@
-"""Precision: casting to the compute dtype, and the loss scale that keeps fp16 gradients representable."""
+"""The loss scale that keeps fp16 gradients representable."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -94,19 +94,3 @@ class LossScaler:
         self.steps += 1
         if exhausted:
             raise LossScaleError(f"gradients overflow although the loss scale is at its minimum, {self.minimum:g}.")
-
-
-def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Return ``value`` with all floating-point tensors in nested dicts, lists, tuples and dataclasses cast to ``dtype``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return type(value)((key, cast_floats(item, dtype)) for key, item in value.items())
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cast_floats(item, dtype) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(cast_floats(item, dtype) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: cast_floats(getattr(value, f.name), dtype) for f in fields(value) if f.init}
-        return replace(value, **changed)
-    return value

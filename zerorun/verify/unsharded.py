@@ -16,8 +16,9 @@ from ..distributed.device import on_device
 from ..ops.rounding import MasterFormat, Origin, join
 from ..ops.single_pass import SinglePassOptimizer
 from ..ops.state_format import StateFormat
+from ..optim.containers import cast_floats
 from ..optim.in_fp32 import KeptTensor, StepsInFp32
-from ..optim.loss_scaler import DTYPES, LossScaler, cast_floats
+from ..optim.loss_scaler import DTYPES, LossScaler
 from ..optim.lr_schedules import build_schedule
 from ..optim.optimizers import build_optimizer
 from ..optim.requested import RawOptimizer

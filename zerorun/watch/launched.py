@@ -32,6 +32,14 @@ def launched(environment: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
+def place_in_step(environment: Mapping[str, str]) -> tuple[int, int]:
+    """Return (number, count) of this process among those that mpirun, or one step of srun, has started; else (0, 1)."""
+    for told in (*_told_by_mpirun(environment), _told_by_srun(environment)):
+        if told:
+            return int(told["RANK"]), int(told["WORLD_SIZE"])
+    return 0, 1
+
+
 def rank_in(environment: Mapping[str, str]) -> int:
     """The number of the rank; 0 of a process on its own."""
     return int(launched(environment).get("RANK", 0))
