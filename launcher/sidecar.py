@@ -45,10 +45,13 @@ _OTHERS_SECONDS = 1.0  # for whoever has started the guilty to see that it was t
 
 
 class AdoptedRanks:
-    """The ranks of ``job`` on this host, at most ``count`` of them, with the methods of a LocalNode."""
+    """The ranks of ``job`` on this host, at most ``count`` of them, with the methods of a LocalNode.
 
-    def __init__(self, job: str, count: int | None, listener: Listener) -> None:
-        self._job, self._count, self._listener = job, count, listener
+    ``starter``: the process of the one that has started this supervisor.
+    """
+
+    def __init__(self, job: str, starter: int, count: int | None, listener: Listener) -> None:
+        self._job, self._starter, self._count, self._listener = job, starter, count, listener
         self._boards = Boards()
         self._processes: dict[int, int] = {}  # rank -> process
         self._ended: set[int] = set()
@@ -57,9 +60,12 @@ class AdoptedRanks:
 
     @property
     def busy(self) -> bool:
-        """True while a rank is left, or the first one may still come."""
+        """True while a rank is left, or the first one may still come.
+
+        A rank may end before its board was found. Whoever reads its stderr, which is also that of this process, waits.
+        """
         if not self._processes:
-            return time.monotonic() < self._begun + _START_SECONDS
+            return time.monotonic() < self._begun + _START_SECONDS and not is_gone(self._starter)
         return len(self._ended) < len(self._processes)
 
     def patience(self) -> float:
@@ -104,7 +110,7 @@ class AdoptedRanks:
                 self._ended.add(rank)
                 self._listener.hangs.on_seen(rank, self._boards.take_last(rank))
                 self._listener.on_end(rank, 0, now, False)
-        if self._processes and not self.busy:
+        if not self.busy:
             self._listener.on_empty([], 0)
 
     def ask_stacks(self, rank: int) -> None:
@@ -204,7 +210,7 @@ class _Colleague(GuestNode):
 class Sidecar:
     """The supervisor that judges. ``listener``: where those of other hosts connect, with ``secret``; None: all are here."""
 
-    def __init__(self, job: str, world_size: int, listener: socket.socket | None, secret: str) -> None:
+    def __init__(self, job: str, starter: int, world_size: int, listener: socket.socket | None, secret: str) -> None:
         self.begun = time.monotonic()
         self.places: dict[int, _Host] = {}
         self.ends: dict[int, WorkerEnd] = {}
@@ -213,7 +219,7 @@ class Sidecar:
         self._selector = selectors.DefaultSelector()
         self.hangs = Hangs(world_size, self._host_of, _say, self._ask_stacks, self._show_slow, exits_known=False)
         own = _Host(socket.gethostname(), self)
-        own.node = self._own = AdoptedRanks(job, _count_here(os.environ), own)
+        own.node = self._own = AdoptedRanks(job, starter, _count_here(os.environ), own)
         self._guests: list[_Host] = []
         if listener is not None:
             listener.setblocking(False)
@@ -318,9 +324,9 @@ class Sidecar:
 class _Guest(Agent):
     """The supervisor of a host without rank 0: it tells what it sees, and ends ranks when it is told to."""
 
-    def __init__(self, line: Line, job: str) -> None:
+    def __init__(self, line: Line, job: str, starter: int) -> None:
         super().__init__(line)
-        self._ranks = AdoptedRanks(job, _count_here(os.environ), self)
+        self._ranks = AdoptedRanks(job, starter, _count_here(os.environ), self)
         self._node = self._ranks  # type: ignore[assignment]  # it has the methods that are used
 
     def _signal(self, node: Any, order: str, message: Message) -> None:
@@ -348,13 +354,17 @@ def _count_here(environment: Any) -> int | None:
 def main() -> None:
     """Do what the rank that has started this process says on stdin."""
     order = json.loads(sys.stdin.buffer.read())
-    job = job_of(variables(os.getppid()))
+    starter = int(order["starter"])
+    told = variables(starter)
+    if not told:  # it has ended
+        return
+    job = job_of(told)
     if "address" in order:
         with contextlib.suppress(LaunchError):  # its ranks are seen by --dump alone
-            _Guest(enter(order["address"], order["port"], order["secret"]), job).run()
+            _Guest(enter(order["address"], order["port"], order["secret"]), job, starter).run()
         return
     listener = socket.socket(fileno=order["listener"]) if "listener" in order else None
-    Sidecar(job, order["world_size"], listener, order.get("secret", "")).run()
+    Sidecar(job, starter, order["world_size"], listener, order.get("secret", "")).run()
 
 
 if __name__ == "__main__":

@@ -86,6 +86,17 @@ def parameters() -> dict[str, Any]:
     return found
 
 
+def parameters_in_init() -> list[Any]:
+    """Attributes of a parameter that has no engine yet: divided, whole for a while, and divided again."""
+    with deepspeed.zero.Init():
+        weight = torch.nn.Linear(4, 4).weight
+    seen = [(weight.ds_id, weight.ds_status.name, weight.ds_tensor.numel())]
+    with deepspeed.zero.GatheredParameters([weight]):
+        seen.append((weight.ds_id, weight.ds_status.name, weight.ds_tensor.numel()))
+        seen.append((list(weight.ds_shape), weight.ds_numel, weight.isfinite().all().item()))
+    return [*seen, (weight.ds_id, weight.ds_status.name, weight.ds_tensor.numel())]
+
+
 def ignored() -> list[str]:
     """What a file says that DeepSpeed reads over, and what it refuses, too."""
     idle = {"stage": 2, "offload_param": {"device": "cpu"}}
@@ -173,7 +184,8 @@ def logged(folder: str) -> list[list[str]]:
 def main() -> None:
     deepspeed.init_distributed("gloo")
     found: dict[str, Any] = {"ranks": ranks(), "two": two_configurations(), "kept": optimizer_kept()}
-    found |= {"parameters": parameters(), "ignored": ignored(), "kernels": kernels(), "accelerated": accelerated()}
+    found |= {"parameters": parameters(), "in init": parameters_in_init()}
+    found |= {"ignored": ignored(), "kernels": kernels(), "accelerated": accelerated()}
     with tempfile.TemporaryDirectory() as folder:
         found["logged"] = logged(folder)
     found["trainer"] = {}

@@ -20,6 +20,13 @@ def test_parameters_have_what_scripts_ask_for(found: dict[str, Any]) -> None:
     assert seen["inside"] == "AVAILABLE" and seen["numbers"] and not seen["others have none"]
 
 
+def test_parameters_without_an_engine_have_it_too(found: dict[str, Any]) -> None:
+    """Also while they are gathered: all attributes were missing there."""
+    before, inside, values, after = found["in init"]
+    assert before == after and before[1:] == ["NOT_AVAILABLE", 8]
+    assert inside == [before[0], "AVAILABLE", 8] and values == [[4, 4], 16, True]
+
+
 def test_state_dicts_of_stage_3_cannot_be_saved(found: dict[str, Any]) -> None:
     """They have the shapes; but a file would hold NaN."""
     seen = found["parameters"]

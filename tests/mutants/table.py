@@ -3225,6 +3225,22 @@ MUTANTS = (
         ("tests/unit/test_sidecars.py::test_each_round_has_a_place_of_its_own_in_the_store",),
     ),
     Mutant(
+        "supervisors-wait-for-ranks-that-have-ended",
+        "wait",
+        "launcher/sidecar.py",
+        "            return time.monotonic() < self._begun + _START_SECONDS and not is_gone(self._starter)",
+        "            return time.monotonic() < self._begun + _START_SECONDS",
+        ("tests/unit/test_sidecars.py::test_a_rank_that_ends_before_it_was_seen",),
+    ),
+    Mutant(
+        "supervisors-without-ranks-stay-on-the-line",
+        "wait",
+        "launcher/sidecar.py",
+        "        if not self.busy:",
+        "        if self._processes and not self.busy:",
+        ("tests/unit/test_sidecars.py::test_a_rank_that_ends_before_it_was_seen",),
+    ),
+    Mutant(
         "another-hosts-guilty-rank-is-not-ended",
         "rank",
         "launcher/sidecar.py",

@@ -14,12 +14,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from harness import patience
 
 from zerorun.launcher.boards import is_gone
+from zerorun.launcher.sidecar import AdoptedRanks
 from zerorun.watch import board, launched, sidecars
 
 ZERORUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
@@ -235,6 +237,40 @@ def test_why_ranks_may_have_ended(tmp_path: Path, kind: str, told: str) -> None:
     if not told:
         time.sleep(1.5)
     assert told in (tmp_path / "err").read_text() and (told or not (tmp_path / "err").read_text())
+
+
+@pytest.mark.parametrize("hosts", (1, 2))
+def test_ranks_that_end_at_once_leave_nobody_behind(tmp_path: Path, hosts: int) -> None:
+    """A supervisor that came too late to see them waited a minute for them, and its like on other hosts for ever.
+
+    Whoever reads the output of the job waits until all have closed it.
+    """
+    (tmp_path / "train.py").write_text(RANKS.partition("limit_waits(1.0)")[0])
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    job = {**kept, **TORCHRUN, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(2 // hosts), "MASTER_PORT": f"{os.getpid()}"}
+    ranks = []
+    for rank in range(2):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank % (2 // hosts)), "MASTER_ADDR": f"{tmp_path.name}-{rank % hosts}"}
+        command = [sys.executable, "train.py"]
+        ranks.append(subprocess.Popen(command, cwd=tmp_path, env={**job, **own}, stderr=subprocess.PIPE, text=True))
+    for process in ranks:
+        assert process.communicate(timeout=30 * patience())[1] == "" and process.returncode == 0
+
+
+def test_a_rank_that_ends_before_it_was_seen() -> None:
+    """Nobody waits for others then, and the supervisor of another host hangs up."""
+    starter = subprocess.Popen(["sleep", "100"])
+    heard: list[str] = []
+    listener: Any = SimpleNamespace(hangs=None, on_empty=lambda *unused: heard.append("empty"))
+    ranks = AdoptedRanks("nobody:1", starter.pid, 2, listener)
+    try:
+        ranks.tick(time.monotonic())
+        assert ranks.busy and not heard  # a board may still come
+    finally:
+        starter.kill()
+        starter.wait()
+    ranks.tick(time.monotonic() + 1)
+    assert not ranks.busy and heard
 
 
 def test_ranks_that_nobody_has_seen(tmp_path: Path) -> None:

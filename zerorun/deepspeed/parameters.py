@@ -18,7 +18,7 @@ from ..errors import ConfigError, ConfigProblem
 from ..log import warn_once
 from ..plan.weights import inside, packed_buffers
 from ..zero.access import GatheredParameters, owned_part
-from ..zero.init import part_of, partitioned_as
+from ..zero.init import InitState, state_in_init
 from ..zero.placeholders import UnsavedPlaceholder, placeholder
 from ..zero.runtime import ModuleHook, Runtime
 from ..zero.sharded_model import ParameterHome, ShardedModel, find
@@ -68,14 +68,15 @@ def is_zero_param(param: Any) -> bool:
 # -- attributes of parameters ------------------------------------------------------------------------------------
 
 
-def _home(param: torch.Tensor, name: str) -> tuple[ShardedModel, ParameterHome] | None:
-    """Where stage 3 has the parameter; None if ``zero.Init`` has it. Raises AttributeError for any other."""
+def _home(param: torch.Tensor, name: str) -> tuple[ShardedModel, ParameterHome] | InitState:
+    """Where stage 3 has the parameter, or what ``zero.Init`` knows of it. Raises AttributeError if neither has it."""
     found = find(param)
     if found is not None and (found[0] in _at_stage_3 or found[0].runtime.plan.shares_params):
         return found
-    if part_of(param) is None:
+    state = state_in_init(param)
+    if state is None:
         raise AttributeError(f"{type(param).__name__!r} object has no attribute {name!r}: stage 3 does not have it")
-    return None
+    return state
 
 
 _at_stage_3 = weakref.WeakSet[ShardedModel]()  # also those whose parameters stay whole, as on one rank
@@ -83,24 +84,27 @@ _at_stage_3 = weakref.WeakSet[ShardedModel]()  # also those whose parameters sta
 
 def _number(param: torch.Tensor) -> int:
     found = _home(param, "ds_id")
-    if found is None:
-        return partitioned_as(param) or 0
+    if isinstance(found, InitState):
+        return found.number
     unit, flat_group, entry = found[1].place
     return unit << 40 | flat_group << 32 | entry
 
 
 def _status(param: torch.Tensor) -> ZeroParamStatus:
     found = _home(param, "ds_status")
-    if found is None:
-        return ZeroParamStatus.NOT_AVAILABLE
-    model, home = found
-    is_whole = home.unit.unsharded or id(param) in model.runtime.guard.held
+    if isinstance(found, InitState):
+        is_whole = found.is_whole
+    else:
+        model, home = found
+        is_whole = home.unit.unsharded or id(param) in model.runtime.guard.held
     return ZeroParamStatus.AVAILABLE if is_whole else ZeroParamStatus.NOT_AVAILABLE
 
 
 def _shape(param: torch.Tensor) -> torch.Size:
     found = _home(param, "ds_shape")
-    return param.shape if found is None else torch.Size(found[1].flat_group.layout.entries[found[1].entry].shape)
+    if isinstance(found, InitState):
+        return param.shape
+    return torch.Size(found[1].flat_group.layout.entries[found[1].entry].shape)
 
 
 def _numel(param: torch.Tensor) -> int:
@@ -111,16 +115,14 @@ def _numel(param: torch.Tensor) -> int:
 def _persist(param: torch.Tensor) -> bool:
     """True if the parameter is whole all the time."""
     found = _home(param, "ds_persist")
-    return found is not None and found[1].unit.resident
+    return not isinstance(found, InitState) and found[1].unit.resident
 
 
 def _tensor(param: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of the parameter, 1-D; it is empty on ranks that have nothing of it."""
     found = _home(param, "ds_tensor")
-    if found is None:
-        part = part_of(param)
-        assert part is not None
-        return part
+    if isinstance(found, InitState):
+        return found.part
     return owned_part(found[1], found[1].flat_group.weight)
 
 

@@ -80,7 +80,7 @@ def _start(order: Mapping[str, Any], *files: int) -> None:
     process = subprocess.Popen(command, stdin=pipe, stdout=null, start_new_session=True, pass_fds=files)
     assert process.stdin is not None
     with process.stdin as line:  # what is in the environment, other programs of this rank would see
-        line.write(json.dumps(order).encode())
+        line.write(json.dumps({**order, "starter": os.getpid()}).encode())
     _started.append(process)
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
@@ -92,6 +92,8 @@ class _Shown:
 # parameter -> the part that this rank keeps, and the placeholder. By identity; an entry is dropped with its parameter.
 _partitioned = WeakIdKeyDictionary()
 _shown_by = WeakIdKeyDictionary()
+# parameter -> its part, while it has its full value for a while.
+_held = WeakIdKeyDictionary()
 # Packed weight -> the hook on its layer that finds forwards without an engine.
 _forwards = WeakIdKeyDictionary()
 # Key of a storage -> the placeholder in it, or the memory that it was for whole parameters.
@@ -107,11 +109,13 @@ class Held:
         whole = _whole(part)
         _partitioned.pop(param)
         _shown_by.pop(param, None)
+        _held[param] = part
         _show(param, whole)
 
     def put_back(self) -> None:
         """Partition the parameter as it was before. Changes of the full value are dropped."""
         _show(self.param, placeholder(self._part.shard.new_empty(()).expand(self._part.shape)))
+        _held.pop(self.param, None)
         _keep(self.param, self._part)
 
 
@@ -147,6 +151,7 @@ def divide_again(held: Sequence[Held], source: int) -> None:
         raise
     with torch.no_grad():
         for one in held:
+            _held.pop(one.param, None)
             release(one.param)
 
 
@@ -197,6 +202,22 @@ def part_of(param: torch.Tensor) -> torch.Tensor | None:
     """Return this rank's part [ceil(numel / ranks)] of a parameter that ``Init`` partitioned, in place; else None."""
     part = _partitioned.get(param)
     return part.shard if part is not None else None
+
+
+class InitState(NamedTuple):
+    """What ``Init`` knows of a parameter that it partitioned. ``is_whole``: it has its full value for a while."""
+
+    number: int
+    part: torch.Tensor
+    is_whole: bool
+
+
+def state_in_init(param: torch.Tensor) -> InitState | None:
+    """Return what ``Init`` knows of ``param``; None if it did not partition it, or if its values are elsewhere now."""
+    part, held = _partitioned.get(param), _held.get(param)
+    if part is not None:
+        return InitState(part.order, part.shard, is_whole=False)
+    return InitState(held.order, held.shard, is_whole=True) if held is not None else None
 
 
 def keep_part(module: nn.Module, param: nn.Parameter, device: torch.device) -> torch.Tensor:
