@@ -52,9 +52,9 @@ def install() -> None:
     for owner in (_BaseAutoModelClass, PreTrainedModel, AutoConfig, AutoTokenizer):
         _read_local(owner)
     load = datasets.load_dataset
-    datasets.load_dataset = lambda *names, **kwargs: (load if names[0] == "json" else glue)(*names, **kwargs)
+    datasets.load_dataset = lambda *names, **kwargs: (load if names[0] in ("json", "text") else glue)(*names, **kwargs)
     sys.modules["evaluate"] = evaluate = ModuleType("evaluate")
-    evaluate.__dict__.update(__spec__=ModuleSpec("evaluate", None), load=lambda *names: Metric())
+    evaluate.__dict__.update(__spec__=ModuleSpec("evaluate", None), load=lambda *names, **kwargs: Metric())
 
 
 def _run_on_cpus() -> None:
@@ -73,6 +73,7 @@ def _run_on_cpus() -> None:
         setattr(testing, name, lambda test: test)
     for name in ("require_torch_accelerator", "require_torch_fp16", "require_torch_multi_accelerator"):
         setattr(testing_utils, name, lambda test: test)
+    testing_utils.backend_device_count = lambda device: 2  # how many ranks its tests start
     transformers.TrainingArguments.__dataclass_fields__["use_cpu"].default = True
 
 
@@ -140,7 +141,7 @@ def glue(*names: Any, split: Any = None, **kwargs: Any) -> Any:
 
 
 class Metric:
-    """Accuracy of what was added since it was last computed."""
+    """Accuracy of what was added since it was last computed, or of what is given. How good a translation is, is not judged."""
 
     def __init__(self) -> None:
         self._right: list[bool] = []
@@ -148,6 +149,8 @@ class Metric:
     def add_batch(self, predictions: torch.Tensor, references: torch.Tensor) -> None:
         self._right += (predictions == references).tolist()
 
-    def compute(self) -> dict[str, float]:
+    def compute(self, predictions: Any = None, references: Any = None) -> dict[str, float]:
+        if predictions is not None:
+            self._right = [bool(mine == right) for mine, right in zip(predictions, references, strict=True)]
         share, self._right = sum(self._right) / len(self._right), []
-        return {"accuracy": share, "f1": share}
+        return {"accuracy": share, "f1": share, "score": 2.0}
