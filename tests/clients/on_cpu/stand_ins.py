@@ -141,7 +141,7 @@ def glue(*names: Any, split: Any = None, **kwargs: Any) -> Any:
 
 
 class Metric:
-    """Accuracy of what was added since it was last computed, or of what is given. How good a translation is, is not judged."""
+    """Accuracy of what was added since it was last computed, or of what is given; and a good score for each translation."""
 
     def __init__(self) -> None:
         self._right: list[bool] = []
