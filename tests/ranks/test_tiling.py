@@ -40,6 +40,7 @@ def test_parts_in_and_out() -> None:
     tiled.combine_out_splits = True
     torch.testing.assert_close(torch.cat(outputs, -1), tiled(given))
     assert [output.shape[-1] for output in outputs] == [4, 4]
+    assert tiled.in_parts == [0, 4, 7, 10] and tiled.out_parts == [0, 4, 8]
 
 
 def test_initial_values_are_as_large_as_those_of_the_whole() -> None:

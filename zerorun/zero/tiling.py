@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import sqrt
 from typing import Any
 
@@ -35,9 +36,9 @@ class TiledLinear(nn.Module):
 
     The input is one tensor [..., in_features], or a sequence of ``in_splits`` tensors [..., part of in_features], whatever
     ``input_is_already_split`` says. ``combine_out_splits``: the output is one tensor [..., out_features], else a list of
-    ``out_splits``. ``linear_cls`` makes tiles as nn.Linear does; its initial values are as large as a tile of its size has
-    them. ``init_linear``: a layer whose values to take. ``kwargs``: for each tile, such as dtype. Raises ModelError if
-    there are fewer features than tiles.
+    ``out_splits``. ``in_parts``, ``out_parts``: the features with which tiles begin, and the number of all. ``linear_cls``
+    makes tiles as nn.Linear does; its initial values are as large as a tile of its size has them. ``init_linear``: a layer
+    whose values to take. ``kwargs``: for each tile, such as dtype. Raises ModelError for fewer features than tiles.
     """
 
     def __init__(
@@ -56,24 +57,25 @@ class TiledLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
         self.combine_out_splits = combine_out_splits
-        self.in_parts = _parts("in", in_features, in_splits)
-        self.out_parts = _parts("out", out_features, out_splits)
+        self._widths = _sizes("in", in_features, in_splits)
+        self._heights = _sizes("out", out_features, out_splits)
+        self.in_parts, self.out_parts = ([*accumulate(sizes, initial=0)] for sizes in (self._widths, self._heights))
         if linear_cls is nn.Linear:
             linear_cls, kwargs = Tile, {**kwargs, "whole_in_features": in_features}
         last = in_splits - 1
         self.linears = nn.ModuleList(
             nn.ModuleList(
                 linear_cls(width, height, bias=bias and number == last, **kwargs)
-                for number, width in enumerate(self.in_parts)
+                for number, width in enumerate(self._widths)
             )
-            for height in self.out_parts
+            for height in self._heights
         )
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         """Return the output, or its parts; see the class."""
-        parts = torch.split(input_, self.in_parts, -1) if isinstance(input_, Tensor) else input_
+        parts = torch.split(input_, self._widths, -1) if isinstance(input_, Tensor) else input_
         outputs = []
         for row in self.linears:
             output, *others = (tile(part) for tile, part in zip(row, parts, strict=True))  # type: ignore[call-overload]
@@ -90,15 +92,15 @@ class TiledLinear(nn.Module):
         if (other.bias is None) != (self.linears[0][-1].bias is None):  # type: ignore[index]
             raise ModelError("one of the two layers has a bias. Remedy: give bias= as the layer to copy has it.")
         with GatheredParameters(list(other.parameters())), GatheredParameters(list(self.parameters()), modifier_rank=0):
-            rows = torch.split(other.weight.data, self.out_parts)
+            rows = torch.split(other.weight.data, self._heights)
             for number, (row, values) in enumerate(zip(self.linears, rows, strict=True)):
-                for tile, value in zip(row, torch.split(values, self.in_parts, 1), strict=True):  # type: ignore[call-overload]
+                for tile, value in zip(row, torch.split(values, self._widths, 1), strict=True):  # type: ignore[call-overload]
                     tile.weight.data.copy_(value)
                 if other.bias is not None:
-                    row[-1].bias.data.copy_(torch.split(other.bias.data, self.out_parts)[number])  # type: ignore[index]
+                    row[-1].bias.data.copy_(torch.split(other.bias.data, self._heights)[number])  # type: ignore[index]
 
 
-def _parts(side: str, features: int, count: int) -> list[int]:
+def _sizes(side: str, features: int, count: int) -> list[int]:
     if not 1 <= count <= features:
         raise ModelError(f"{side}_splits = {count}: a layer has 1 to {features} tiles there. Remedy: choose such a number.")
     return [features // count + (number < features % count) for number in range(count)]
