@@ -10,7 +10,8 @@ import torch.distributed as dist
 from contexts import build
 from harness import run_ranks
 from torch.distributed.nn.functional import all_gather
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
+from transformers import BatchEncoding
 
 import zerorun.deepspeed.entry as deepspeed
 from zerorun.deepspeed import sequence_ranks
@@ -31,6 +32,11 @@ def sentences(rank: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+def collated(rows: list[dict[str, torch.Tensor]]) -> BatchEncoding:
+    """As a collator of transformers makes it: no dict."""
+    return BatchEncoding(default_collate(rows))
+
+
 def config(stage: int, **more: Any) -> dict[str, Any]:
     more |= {"gradient_clipping": 0.5, "zero_optimization": {"stage": stage}}
     return {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **more}
@@ -48,7 +54,7 @@ def documented(stage: int) -> tuple[list[float], list[float], dict[str, torch.Te
     )
     engine, *_ = deepspeed.initialize(model=model, config=config(stage), mpu=mpu)
     group, size = mpu.get_sequence_parallel_group(), mpu.get_sequence_parallel_world_size()
-    data: Any = DataLoader(sentences(dist.get_rank()), batch_size=1)  # type: ignore[arg-type]
+    data: Any = DataLoader(sentences(dist.get_rank()), batch_size=1, collate_fn=collated)  # type: ignore[arg-type]
     rank = mpu.get_sequence_parallel_rank()
     batches = UlyssesSPDataLoaderAdapter(data, sp_rank=rank, sp_group=group, sp_world_size=size, device=engine.device)
     assert len(batches) == 3 * RANKS and batches.batch_size == 1

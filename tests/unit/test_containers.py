@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
 from zerorun.optim.containers import cast_floats, tensors_in
@@ -37,6 +38,7 @@ def rows() -> torch.Tensor:
         Pair(rows(), None),
         torch.max(rows(), 1),
         CausalLMOutput(logits=rows()),
+        BatchEncoding({"pixels": rows()}),
         Batch(rows()),
     ],
     ids=lambda value: type(value).__name__,

@@ -158,7 +158,8 @@ class UlyssesSPDataLoaderAdapter:
     def __next__(self) -> dict[str, Any]:
         """The next batch, on the CPU. It ends, and can begin anew, when no rank has one any more."""
         if not self._waiting:
-            found = gather_values(next(self._own, None), self.sp_group)
+            own = next(self._own, None)  # tokenizers make a class of their own, which has items as a dict has
+            found = gather_values(None if own is None else dict(own.items()), self.sp_group)
             self._waiting.extend(_shifted(batch) for batch in found if batch is not None)
         if not self._waiting:
             self._own = iter(self.dl)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -32,7 +33,7 @@ class TreeMap:
     def _map(self, value: Any) -> Any:
         if isinstance(value, self._kind):
             return self._function(value)
-        if isinstance(value, dict):
+        if isinstance(value, (dict, UserDict)):
             return self._map_items(value, value.items(), _set_item, fresh=self._fresh)
         if isinstance(value, list):
             return self._map_items(value, enumerate(value), _set_item, fresh=self._fresh)
@@ -79,7 +80,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield all tensors in nested dicts, lists, tuples and dataclasses."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, dict):
+    elif isinstance(value, (dict, UserDict)):
         for item in value.values():
             yield from tensors_in(item)
     elif isinstance(value, (list, tuple)):
@@ -105,7 +106,7 @@ def tensors_held_by(value: Any) -> Iterator[torch.Tensor]:
         if id(holder) in seen or isinstance(holder, (type, str, bytes, int, float, torch.nn.Module)):
             continue
         seen.add(id(holder))
-        if isinstance(holder, dict):
+        if isinstance(holder, (dict, UserDict)):
             stack += ((item, depth) for item in holder.values())
         elif isinstance(holder, (list, tuple, set, frozenset)):
             stack += ((item, depth) for item in holder)

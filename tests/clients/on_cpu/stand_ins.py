@@ -113,7 +113,9 @@ def _folder_with(kind: str) -> str:
     folder.mkdir()
     config.to_json_file(folder / "config.json", use_diff=False)  # save_pretrained() writes on one rank only
     if kind in ARCHITECTURES:
-        model = getattr(transformers, ARCHITECTURES[kind])(config)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # the same model in all processes, as a hub has it
+            model = getattr(transformers, ARCHITECTURES[kind])(config)
         if kind == "bert":
             torch.nn.init.constant_(model.classifier.bias[1:], 2.0)  # it knows the data of glue(), as a trained one would
         weights = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
