@@ -25,7 +25,7 @@ import zerorun
 from zerorun.checkpoint import gather, ranks
 from zerorun.checkpoint import save as saving
 from zerorun.errors import CheckpointError, ModelError, StepError
-from zerorun.optim.containers import tensors_in
+from zerorun.zero.placeholders import tensors_in
 
 PLAIN, LORA, FROZEN = CASES["plain"], CASES["lora"], CASES["frozen"]
 

@@ -31,9 +31,9 @@ from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.world import collect, nanoseconds_ahead
 from ..errors import StepError
 from ..log import logger
-from ..optim.containers import tensors_in
 from ..pipeline.schedule.actions import Action
 from ..watch.board import Phase, Span, board
+from ..zero.placeholders import tensors_in
 from ..zero.sharded_model import ShardedModel
 from ..zero.unit import Unit
 from .breakdown import TimedModel, kind_of, watch_communication

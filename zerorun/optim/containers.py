@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -74,51 +74,3 @@ def _tuple_like(value: tuple[Any, ...], items: list[Any]) -> Any:
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """Return ``value`` with all floating-point tensors in it cast to ``dtype``; itself if there are none in another."""
     return TreeMap(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor).mapped(value)
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield all tensors in nested dicts, lists, tuples and dataclasses."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, UserDict)):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
-
-
-_DEEPEST_OBJECT = 3  # one as an attribute of another
-
-
-def tensors_held_by(value: Any) -> Iterator[torch.Tensor]:
-    """As ``tensors_in``, also those in sets, and in attributes of objects of any class but modules; each container once."""
-    stack: list[tuple[Any, int]] = [(value, _DEEPEST_OBJECT)]
-    seen: set[int] = set()
-    while stack:
-        holder, depth = stack.pop()
-        if isinstance(holder, torch.Tensor):
-            yield holder
-            continue
-        if id(holder) in seen or isinstance(holder, (type, str, bytes, int, float, torch.nn.Module)):
-            continue
-        seen.add(id(holder))
-        if isinstance(holder, (dict, UserDict)):
-            stack += ((item, depth) for item in holder.values())
-        elif isinstance(holder, (list, tuple, set, frozenset)):
-            stack += ((item, depth) for item in holder)
-        elif is_dataclass(holder):
-            stack += ((getattr(holder, field.name), depth) for field in fields(holder))
-        elif depth:
-            stack += ((item, depth - 1) for item in _attributes(holder))
-
-
-def _attributes(holder: Any) -> Iterator[Any]:
-    yield from getattr(holder, "__dict__", {}).values()
-    for kind in type(holder).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            yield getattr(holder, name, None)

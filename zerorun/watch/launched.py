@@ -34,10 +34,8 @@ def launched(environment: Mapping[str, str]) -> dict[str, str]:
 
 def place_in_step(environment: Mapping[str, str]) -> tuple[int, int]:
     """Return (number, count) of this process among those that mpirun, or one step of srun, has started; else (0, 1)."""
-    for told in (*_told_by_mpirun(environment), _told_by_srun(environment)):
-        if told:
-            return int(told["RANK"]), int(told["WORLD_SIZE"])
-    return 0, 1
+    told = next(_told_by_mpirun(environment), None) or _told_by_srun(environment)
+    return int(told.get("RANK", 0)), int(told.get("WORLD_SIZE", 1))
 
 
 def rank_in(environment: Mapping[str, str]) -> int:

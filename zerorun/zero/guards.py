@@ -12,10 +12,9 @@ from torch import nn
 from ..distributed.device import on_host
 from ..errors import ModelError, ReleasedParameterError, StepError
 from ..log import listed
-from ..optim.containers import tensors_in
 from ..plan.weights import repacking
 from .gathers import ExecutionTrace
-from .placeholders import ReadWatch
+from .placeholders import ReadWatch, tensors_in
 from .unit import Unit
 
 # On a GPU, where reading placeholders waits for the device, only so many forwards look for writes to them.

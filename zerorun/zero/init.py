@@ -39,9 +39,8 @@ from ..distributed.same_data import SAME, compare
 from ..distributed.transport import world
 from ..distributed.transport.process_group import init_distributed
 from ..errors import ModelError, OrderError
-from ..optim.containers import tensors_in
 from ..plan.weights import inside, is_packed, let_go_of_memory, members, named_members, own_members, stays_apart
-from .placeholders import UnsavedPlaceholder, is_loud, placeholder, storage_key
+from .placeholders import UnsavedPlaceholder, is_loud, placeholder, storage_key, tensors_in
 
 _TENSOR: Any = torch.Tensor
 _READS_VALUES = {getattr(_TENSOR, name).__get__ for name in ("data", "T", "mT", "H", "mH", "real", "imag")}

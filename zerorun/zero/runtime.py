@@ -48,12 +48,12 @@ from torch.autograd import Variable
 from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..errors import ModelError, StepError
-from ..optim.containers import tensors_held_by, tensors_in
 from ..plan.sharding_plan import ShardingPlan
 from .away import GRADIENTS, SLOTS, WEIGHTS
 from .builder import ShardedParameters
 from .gathers import ExecutionTrace, Gathers
 from .guards import ReadGuard, ScriptGuard
+from .placeholders import tensors_held_by, tensors_in
 from .reducer import Backwards, Reducer
 from .unit import Unit
 
