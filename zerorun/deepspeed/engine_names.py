@@ -1,11 +1,14 @@
-"""Methods that scripts made for DeepSpeed call on an engine, and that only say what is known otherwise."""
+"""Methods that scripts made for DeepSpeed call on an engine: they say what is known otherwise, or do a little more."""
 
 from __future__ import annotations
 
 import gc
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
 from ..engine.engine import Engine
+from ..log import logger
 
 
 def optimizer_name(engine: Engine) -> str | None:
@@ -52,8 +55,40 @@ def module_state_dict(
     return state
 
 
+_save = Engine.save_checkpoint
+_SCRIPT = """#!/usr/bin/env python3
+# Writes the fp32 weights of a checkpoint of zerorun: zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR; --help says more.
+import sys
+
+from zerorun.deepspeed.merged import main
+
+sys.exit(main())
+"""
+
+
+@wraps(_save)
+def save_checkpoint(engine: Engine, *args: Any, **kwargs: Any) -> Path:
+    """Save as ever, and leave a script beside the checkpoints, as DeepSpeed does: people run it years later."""
+    path = _save(engine, *args, **kwargs)
+    if engine.topology.rank == 0:
+        leave_script(path.parent)
+    return path
+
+
+def leave_script(directory: Path) -> None:
+    """Write ``zero_to_fp32.py`` into ``directory``, where anyone may run it, if it is not there."""
+    path = directory / "zero_to_fp32.py"
+    if path.exists():
+        return
+    try:
+        path.write_text(_SCRIPT)
+        path.chmod(path.stat().st_mode | 0o111)
+    except OSError as error:
+        logger.warning("%s was not written: %s. The checkpoint is whole.", path, error.strerror)
+
+
 def name_engines() -> None:
     """Give engines these methods. The mode does it at ``import deepspeed``."""
     ways = (optimizer_name, scheduler_name, dynamic_loss_scale, get_data_parallel_rank, module_state_dict)
-    for method in (*ways, collect_python_gc):
+    for method in (*ways, collect_python_gc, save_checkpoint):
         setattr(Engine, method.__name__, method)

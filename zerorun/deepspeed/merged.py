@@ -1,9 +1,15 @@
-"""``deepspeed.utils.zero_to_fp32``: full fp32 weights from a checkpoint of zerorun, in one process without a GPU."""
+"""``deepspeed.utils.zero_to_fp32``: full fp32 weights from a checkpoint of zerorun, in one process without a GPU.
+
+``main`` is the script of this name, which a save leaves beside the checkpoints (engine_names.py).
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -95,3 +101,31 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (out / f"{name.format(suffix='')}.index.json").write_text(json.dumps(index, indent=2))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the script with DeepSpeed's ``arguments``, and return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Write the fp32 weights of a checkpoint of zerorun."
+    )
+    parser.add_argument("checkpoint_dir", help="the folder with the checkpoints, or one of them")
+    parser.add_argument("output_dir", help="the folder for the weights, which is made")
+    parser.add_argument(
+        "--max_shard_size", type=_size, default="5GB", help="of a file, such as 5GB; bytes if it is a number"
+    )
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="of the checkpoint; by default the newest is taken")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="changes nothing")
+    given = vars(parser.parse_args(arguments))
+    del given["debug"]
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(**given)
+    except CheckpointError as error:
+        print(f"zero_to_fp32.py: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _size(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
