@@ -28,18 +28,32 @@ SIZES = {"hidden_size": 16, "n_embd": 16, "num_hidden_layers": 2, "n_layer": 2, 
          "intermediate_size": 32, "vocab_size": 1000, "n_positions": 64, "max_position_embeddings": 64,
          "num_key_value_heads": 2, "rotary_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
          "shared_expert_intermediate_size": 16, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2,
-         "decoder_layers": 2, "encoder_layers": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
-# A part of a model's name on the hub -> the type of its configuration.
-KINDS = {
-    "qwen": "qwen2_moe",
-    "mobilevit": "mobilevit",
-    "gptj": "gptj",
-    "t5": "t5",
-    "gpt2": "gpt2",
-    "bert": "bert",
-    "llama": "llama",
+         "decoder_layers": 2, "encoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+         "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "dim": 16, "hidden_dim": 32, "d_inner": 32, "d_head": 8,
+         "embedding_size": 16, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}  # fmt: skip
+# What some types need besides. None: they have no such size.
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "fsmt": {"src_vocab_size": 1000, "tgt_vocab_size": 1000, "langs": ["en", "de"]},
+    "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1], "num_decoder_layers": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "led": {"attention_window": 8, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
+    "longformer": {"attention_window": 8, "max_position_embeddings": 80},
+    "mobilebert": {"true_hidden_size": 16, "intra_bottleneck_size": 16, "embedding_size": 16},
+    "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
+    "roberta": {"max_position_embeddings": 80},
+    "xlm-roberta": {"max_position_embeddings": 80},
+    "xlnet": {"max_position_embeddings": None},
 }
-# The architecture of a kind that is more than its configuration.
+# A part of a model's name on the hub -> the type of its configuration, unless it is the same. The longest counts.
+KINDS = {"qwen": "qwen2_moe", "wmt19": "fsmt", "bigscience": "bloom", "pegasus": "pegasus", "big_bird": "big_bird"} | {
+    kind: kind
+    for kind in (
+        "albert bart bert bigbird_pegasus blenderbot bloom deberta deberta-v2 distilbert electra flaubert funnel gpt2 gpt_neo "
+        "gptj layoutlm led llama longformer m2m_100 marian mbart mobilebert mobilevit mpnet prophetnet roberta squeezebert t5 "
+        "vit xlm-roberta xlnet"
+    ).split()
+}
+# The architecture of a kind that is more than its configuration. Others begin with a new head.
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "qwen2_moe": "Qwen2MoeForCausalLM", "t5": "T5ForConditionalGeneration",
                  "bert": "BertForSequenceClassification", "gptj": "GPTJForCausalLM",
                  "llama": "LlamaForCausalLM"}  # fmt: skip
@@ -98,7 +112,8 @@ def _room() -> tempfile.TemporaryDirectory[str]:
 
 def folder_of(name: str) -> str:
     """A folder with a random model of the kind that the name on the hub says, and with its tokenizer."""
-    return _folder_with(next((kind for part, kind in KINDS.items() if part in name.lower()), "gpt2"))
+    parts = [part for part in KINDS if part in name.lower()]
+    return _folder_with(KINDS[max(parts, key=len)] if parts else "gpt2")
 
 
 @cache
@@ -106,16 +121,17 @@ def _folder_with(kind: str) -> str:
     folder = Path(_room().name, kind)
     config = transformers.AutoConfig.for_model(kind)
     if kind != "mobilevit":
-        known = {key: value for key, value in SIZES.items() if hasattr(config, key)}
-        config = transformers.AutoConfig.for_model(kind, **known)
+        known = {key: value for key, value in SIZES.items() if hasattr(config, key)} | OWN_SIZES.get(kind, {})
+        config = transformers.AutoConfig.for_model(kind, **{key: size for key, size in known.items() if size is not None})
     if kind == "t5":
         config.decoder_start_token_id = 0  # a hub's models have it
     folder.mkdir()
     config.to_json_file(folder / "config.json", use_diff=False)  # save_pretrained() writes on one rank only
-    if kind in ARCHITECTURES:
+    if kind != "mobilevit":
         with torch.random.fork_rng():
             torch.manual_seed(0)  # the same model in all processes, as a hub has it
-            model = getattr(transformers, ARCHITECTURES[kind])(config)
+            of_kind = getattr(transformers, ARCHITECTURES[kind]) if kind in ARCHITECTURES else None
+            model = transformers.AutoModel.from_config(config) if of_kind is None else of_kind(config)
         if kind == "bert":
             torch.nn.init.constant_(model.classifier.bias[1:], 2.0)  # it knows the data of glue(), as a trained one would
         weights = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
@@ -126,6 +142,7 @@ def _folder_with(kind: str) -> str:
 
 def _tokenizer() -> transformers.PreTrainedTokenizerFast:
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    special |= {"cls_token": "<cls>", "sep_token": "<sep>", "mask_token": "<mask>"}
     words = {word: number for number, word in enumerate([*special.values(), *WORDS])}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
