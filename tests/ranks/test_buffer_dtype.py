@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
 import torch
 from harness import run_ranks
 from models import Case, Mlp
@@ -36,3 +39,35 @@ def test_buffers_are_cast_if_that_is_said() -> None:
     for precision, said, dtype in rows:
         for dtypes, is_shared, is_planned in run_ranks(2, cast, precision, said):
             assert dtypes == [dtype, torch.int64] and is_shared and is_planned
+
+
+class Positions(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.zeros(2, 8))
+        self.register_buffer("scale", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + self.positions)
+
+
+def added(dtype: str | None) -> list[str]:
+    """The notes at the error, if there is one."""
+    section = {"data_types": {"buffer_dtype": dtype}} if dtype is not None else {}
+    case = Case("positions", Positions, lambda model, place: model(torch.ones(2, 8)).sum())
+    engine = make_engine(case, make_config(2, precision="bf16", **section))
+    notes: list[str] = []
+    try:
+        engine(torch.ones(2, 8))
+    except RuntimeError as error:
+        notes = getattr(error, "__notes__", [])
+    engine.destroy()
+    return notes
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have notes from Python 3.11 on; before, they are logged")
+def test_an_error_over_dtypes_names_buffers() -> None:
+    """A table that is added to activations makes them fp32, and the next layer refuses them in torch's words."""
+    for (note,) in run_ranks(2, added, None):
+        assert "torch.bfloat16: 'positions' (torch.float32). What" in note and '{"buffer_dtype": "bf16"}' in note
+    assert run_ranks(2, added, "bf16") == [[], []]

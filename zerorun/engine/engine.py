@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,7 +19,7 @@ from ..distributed.device import on_host
 from ..distributed.same_data import checksum, is_cheap
 from ..distributed.topology import Topology
 from ..errors import StepError
-from ..log import warn_once
+from ..log import listed, logger, warn_once
 from ..monitors.device_sample import DeviceSample
 from ..monitors.observer import RunObserver
 from ..optim.borders import Border
@@ -102,6 +103,10 @@ class Engine(CurvatureTaking):
                     output = self.module(*inputs, **kwargs)
             else:
                 output = self.module(*inputs, **kwargs)
+        except RuntimeError as error:
+            if dtype is not None and re.search("dtype|scalar type", str(error)):
+                _name_buffers(error, self.module, dtype)
+            raise
         finally:
             self._calls -= 1
         return self._border.outwards(output) if passes_border else output
@@ -389,3 +394,26 @@ class Engine(CurvatureTaking):
                 raise  # of something that the model's own attribute needs
             message = f"neither zerorun's engine nor the model, a {type(module).__name__}, has an attribute {name!r}"
             raise AttributeError(message, name=name, obj=self) from None
+
+
+def _name_buffers(error: RuntimeError, module: nn.Module, dtype: torch.dtype) -> None:
+    """Add to an error over dtypes which buffers may be the cause: what one is added to gets its dtype."""
+    found = [
+        f"{name!r} ({buffer.dtype})"
+        for name, buffer in module.named_buffers()
+        if buffer.is_floating_point() and buffer.dtype != dtype and buffer.dim() > 1
+    ]
+    if not found:
+        return
+    note = (
+        f"These buffers keep their own dtype, while parameters are in {dtype}: {listed(found, 3)}. What one of them is "
+        'added to or multiplied with has its dtype. Remedy: cast them where the model uses them, or "data_types": '
+        f'{{"buffer_dtype": "{_NAMES[dtype]}"}} in the configuration, which casts all.'
+    )
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:  # Python 3.10
+        logger.warning(note)
+
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}

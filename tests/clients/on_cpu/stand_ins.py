@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, testing_uti
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 SIZES = {"hidden_size": 16, "n_embd": 16, "num_hidden_layers": 2, "n_layer": 2, "num_attention_heads": 2, "n_head": 2,
-         "intermediate_size": 32, "vocab_size": 1000, "n_positions": 64, "max_position_embeddings": 64,
+         "intermediate_size": 32, "vocab_size": 1000, "n_positions": 192, "max_position_embeddings": 192,
          "num_key_value_heads": 2, "rotary_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
          "shared_expert_intermediate_size": 16, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 2, "num_heads": 2,
          "decoder_layers": 2, "encoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
@@ -34,29 +34,28 @@ SIZES = {"hidden_size": 16, "n_embd": 16, "num_hidden_layers": 2, "n_layer": 2, 
 # What some types need besides. None: they have no such size.
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "fsmt": {"src_vocab_size": 1000, "tgt_vocab_size": 1000, "langs": ["en", "de"]},
-    "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1], "num_decoder_layers": 1},
+    "funnel": {"num_hidden_layers": None, "block_sizes": [1, 1], "block_repeats": [1, 1], "num_decoder_layers": 1},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "led": {"attention_window": 8, "max_encoder_position_embeddings": 64, "max_decoder_position_embeddings": 64},
-    "longformer": {"attention_window": 8, "max_position_embeddings": 80},
+    "led": {"attention_window": 8, "max_encoder_position_embeddings": 192, "max_decoder_position_embeddings": 192},
+    "marian": {"decoder_start_token_id": 0, "decoder_vocab_size": 1000},
+    "longformer": {"attention_window": 8, "max_position_embeddings": 224},
     "mobilebert": {"true_hidden_size": 16, "intra_bottleneck_size": 16, "embedding_size": 16},
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
-    "roberta": {"max_position_embeddings": 80},
-    "xlm-roberta": {"max_position_embeddings": 80},
+    "roberta": {"max_position_embeddings": 224},
+    "xlm-roberta": {"max_position_embeddings": 224},
     "xlnet": {"max_position_embeddings": None},
 }
 # A part of a model's name on the hub -> the type of its configuration, unless it is the same. The longest counts.
-KINDS = {"qwen": "qwen2_moe", "wmt19": "fsmt", "bigscience": "bloom", "pegasus": "pegasus", "big_bird": "big_bird"} | {
-    kind: kind
-    for kind in (
-        "albert bart bert bigbird_pegasus blenderbot bloom deberta deberta-v2 distilbert electra flaubert funnel gpt2 gpt_neo "
-        "gptj layoutlm led llama longformer m2m_100 marian mbart mobilebert mobilevit mpnet prophetnet roberta squeezebert t5 "
-        "vit xlm-roberta xlnet"
-    ).split()
-}
+_PARTS = (
+    "albert bart bert big_bird bigbird_pegasus blenderbot bloom deberta deberta-v2 distilbert electra flaubert funnel gpt2 "
+    "gpt_neo gptj layoutlm led llama longformer m2m_100 marian mbart mobilebert mobilevit mpnet pegasus prophetnet roberta "
+    "squeezebert t5 vit xlm-roberta xlnet"
+)
+KINDS = {"qwen": "qwen2_moe", "wmt19": "fsmt", "bigscience": "bloom"} | {part: part for part in _PARTS.split(" ")}
 # The architecture of a kind that is more than its configuration. Others begin with a new head.
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "qwen2_moe": "Qwen2MoeForCausalLM", "t5": "T5ForConditionalGeneration",
                  "bert": "BertForSequenceClassification", "gptj": "GPTJForCausalLM",
-                 "llama": "LlamaForCausalLM"}  # fmt: skip
+                 "llama": "LlamaForCausalLM", "funnel": "FunnelModel"}  # fmt: skip
 WORDS = [f"word{number}" for number in range(64)]
 
 
@@ -146,7 +145,7 @@ def _tokenizer() -> transformers.PreTrainedTokenizerFast:
     words = {word: number for number, word in enumerate([*special.values(), *WORDS])}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=160, **special)
 
 
 def glue(*names: Any, split: Any = None, **kwargs: Any) -> Any:
@@ -155,8 +154,8 @@ def glue(*names: Any, split: Any = None, **kwargs: Any) -> Any:
     rows = [(" ".join(made.choices(WORDS, k=8)), " ".join(made.choices(WORDS, k=8))) for _ in range(160)]
     first, second = zip(*rows, strict=True)
     columns = {"sentence1": list(first), "sentence2": list(second), "label": [1] * 160, "idx": list(range(160))}
-    part = datasets.Dataset.from_dict(columns)
-    return datasets.DatasetDict({"train": part, "validation": part.select(range(32))})
+    part = datasets.Dataset.from_dict(columns).cast_column("label", datasets.ClassLabel(names=["other", "same"]))
+    return datasets.DatasetDict({"train": part, "validation": part.select(range(32)), "test": part.select(range(32))})
 
 
 class Metric:
