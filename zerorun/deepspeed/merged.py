@@ -77,10 +77,16 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write the fp32 weights of a checkpoint into ``output_dir``, in files of at most ``max_shard_size`` bytes (or "5GB").
 
     They are pytorch_model.bin or, with ``safe_serialization``, model.safetensors; several come with an index, as
-    transformers reads it. Raises CheckpointError as ``get_fp32_state_dict_from_zero_checkpoint`` does.
+    transformers reads it. Raises CheckpointError as ``get_fp32_state_dict_from_zero_checkpoint`` does, and if
+    huggingface_hub is not installed.
     """
-    from huggingface_hub import split_torch_state_dict_into_shards  # comes with transformers, which reads the result
-
+    try:
+        from huggingface_hub import split_torch_state_dict_into_shards  # comes with transformers, which reads the result
+    except ModuleNotFoundError:
+        raise CheckpointError(
+            "huggingface_hub, which divides weights into files, is not installed. Remedy: pip install huggingface_hub; or "
+            f"zerorun-checkpoint export {checkpoint_dir}, which needs nothing."
+        ) from None
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     if safe_serialization:  # a file of safetensors has a tied parameter once
         first = {id(tensor): name for name, tensor in reversed(state.items())}
