@@ -173,7 +173,9 @@ class KilledJob:
     def processes(self, kind: str, host: Host) -> list[int]:
         """The processes of ``kind`` on ``host``, by their numbers outside."""
         space, found = os.readlink(f"/proc/{host.pid}/ns/pid"), []
-        workers = {path.read_text() for path in self.folder.glob("pid.*")}
+        # Those of the last start: a host that has crashed gives the numbers of processes anew, also to one in reserve.
+        told = [(int(path.name.split(".")[1]), path) for path in self.folder.glob("pid.*")]
+        workers = {path.read_text() for start, path in told if start == max(told)[0]}
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 if not entry.name.isdigit() or os.readlink(entry / "ns/pid") != space:
