@@ -129,8 +129,8 @@ def _folder_with(kind: str) -> str:
     if kind != "mobilevit":
         with torch.random.fork_rng():
             torch.manual_seed(0)  # the same model in all processes, as a hub has it
-            of_kind = getattr(transformers, ARCHITECTURES[kind]) if kind in ARCHITECTURES else None
-            model = transformers.AutoModel.from_config(config) if of_kind is None else of_kind(config)
+            base = transformers.MODEL_MAPPING[type(config)]  # whose from_config() would divide it between ranks
+            model = (getattr(transformers, ARCHITECTURES[kind]) if kind in ARCHITECTURES else base)(config)
         if kind == "bert":
             torch.nn.init.constant_(model.classifier.bias[1:], 2.0)  # it knows the data of glue(), as a trained one would
         weights = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
