@@ -144,9 +144,11 @@ def step(engine):
 while second.global_steps < 6:
     for inner in range(2):
         step(first)
-        while inner == int(sys.argv[2]) and second.global_steps == 3 and (folder / "wait").exists():
-            (folder / f"waits-{rank}").write_text(str(os.getpid()))
-            time.sleep(0.01)
+        if inner == int(sys.argv[2]) and second.global_steps == 3 and (folder / "wait").exists():
+            (folder / f"new-{rank}").write_text(str(os.getpid()))
+            (folder / f"new-{rank}").rename(folder / f"waits-{rank}")  # so nobody finds it while it is empty
+            while (folder / "wait").exists():
+                time.sleep(0.01)
     step(second)
 print(*(float(engine.state_dict()["weight"].double().sum()) for engine in engines))
 """
