@@ -19,8 +19,10 @@ import torch
 import transformers
 from accelerate.commands import launch
 from accelerate.test_utils import testing
+from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, testing_utils
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
@@ -39,9 +41,11 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "led": {"attention_window": 8, "max_encoder_position_embeddings": 192, "max_decoder_position_embeddings": 192},
     "marian": {"decoder_start_token_id": 0, "decoder_vocab_size": 1000},
     "longformer": {"attention_window": 8, "max_position_embeddings": 224},
+    "mbart": {"decoder_start_token_id": 2},
     "mobilebert": {"true_hidden_size": 16, "intra_bottleneck_size": 16, "embedding_size": 16},
     "prophetnet": {"num_hidden_layers": None, "num_encoder_layers": 2, "num_decoder_layers": 2},
     "roberta": {"max_position_embeddings": 224},
+    "vit": {"image_size": 30, "patch_size": 10},
     "xlm-roberta": {"max_position_embeddings": 224},
     "xlnet": {"max_position_embeddings": None},
 }
@@ -65,9 +69,11 @@ def install() -> None:
     for owner in (_BaseAutoModelClass, PreTrainedModel, AutoConfig, AutoTokenizer):
         _read_local(owner)
     load = datasets.load_dataset
-    datasets.load_dataset = lambda *names, **kwargs: (load if names[0] in ("json", "text") else glue)(*names, **kwargs)
-    sys.modules["evaluate"] = evaluate = ModuleType("evaluate")
-    evaluate.__dict__.update(__spec__=ModuleSpec("evaluate", None), load=lambda *names, **kwargs: Metric())
+    made = {"json": load, "text": load, "hf-internal-testing/cats_vs_dogs_sample": pictures}
+    datasets.load_dataset = lambda *names, **kwargs: made.get(names[0], glue)(*names, **kwargs)
+    for name, content in (("evaluate", {"load": lambda *names, **kwargs: Metric()}), ("nltk", {"data": _Words()})):
+        sys.modules[name] = module = ModuleType(name)
+        module.__dict__.update(__spec__=ModuleSpec(name, None), **content)
 
 
 def _run_on_cpus() -> None:
@@ -135,16 +141,22 @@ def _folder_with(kind: str) -> str:
             torch.nn.init.constant_(model.classifier.bias[1:], 2.0)  # it knows the data of glue(), as a trained one would
         weights = {name: value.clone().contiguous() for name, value in model.state_dict().items()}
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        _tokenizer().save_pretrained(folder)
+        _tokenizer(kind).save_pretrained(folder)
+    if kind == "vit":
+        size = {"height": config.image_size, "width": config.image_size}
+        transformers.ViTImageProcessor(size=size).save_pretrained(folder)
     return str(folder)
 
 
-def _tokenizer() -> transformers.PreTrainedTokenizerFast:
+def _tokenizer(kind: str) -> transformers.PreTrainedTokenizerFast:
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     special |= {"cls_token": "<cls>", "sep_token": "<sep>", "mask_token": "<mask>"}
     words = {word: number for number, word in enumerate([*special.values(), *WORDS])}
     made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if kind == "longformer":  # it finds where a question ends by these
+        pair = "<s> $A </s> </s> $B </s>"
+        made.post_processor = TemplateProcessing("<s> $A </s>", pair, [(word, words[word]) for word in ("<s>", "</s>")])
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=160, **special)
 
 
@@ -156,6 +168,21 @@ def glue(*names: Any, split: Any = None, **kwargs: Any) -> Any:
     columns = {"sentence1": list(first), "sentence2": list(second), "label": [1] * 160, "idx": list(range(160))}
     part = datasets.Dataset.from_dict(columns).cast_column("label", datasets.ClassLabel(names=["other", "same"]))
     return datasets.DatasetDict({"train": part, "validation": part.select(range(32)), "test": part.select(range(32))})
+
+
+def pictures(*names: Any, **kwargs: Any) -> Any:
+    """Random ones of eight sizes, of two kinds."""
+    made = random.Random(11)
+    rows = [Image.effect_noise((made.randrange(40, 80), 48), 50.0) for _ in range(8)]
+    part = datasets.Dataset.from_dict({"image": rows, "labels": [0, 1] * 4})
+    return datasets.DatasetDict({"train": part.cast_column("labels", datasets.ClassLabel(names=["cat", "dog"]))})
+
+
+class _Words:
+    """What a script of theirs asks a library about words: whether it has what it needs to find the ends of sentences."""
+
+    def find(self, name: str) -> None:
+        """It has."""
 
 
 class Metric:
