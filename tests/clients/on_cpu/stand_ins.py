@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import accelerate.state
@@ -19,7 +19,6 @@ import torch
 import transformers
 from accelerate.commands import launch
 from accelerate.test_utils import testing
-from PIL import Image
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -71,7 +70,8 @@ def install() -> None:
     load = datasets.load_dataset
     made = {"json": load, "text": load, "hf-internal-testing/cats_vs_dogs_sample": pictures}
     datasets.load_dataset = lambda *names, **kwargs: made.get(names[0], glue)(*names, **kwargs)
-    for name, content in (("evaluate", {"load": lambda *names, **kwargs: Metric()}), ("nltk", {"data": _Words()})):
+    sentences = SimpleNamespace(find=lambda name: None)  # what a script needs to find the ends of them is there
+    for name, content in (("evaluate", {"load": lambda *names, **kwargs: Metric()}), ("nltk", {"data": sentences})):
         sys.modules[name] = module = ModuleType(name)
         module.__dict__.update(__spec__=ModuleSpec(name, None), **content)
 
@@ -172,17 +172,12 @@ def glue(*names: Any, split: Any = None, **kwargs: Any) -> Any:
 
 def pictures(*names: Any, **kwargs: Any) -> Any:
     """Random ones of eight sizes, of two kinds."""
+    from PIL import Image  # what uses pictures has it
+
     made = random.Random(11)
     rows = [Image.effect_noise((made.randrange(40, 80), 48), 50.0) for _ in range(8)]
     part = datasets.Dataset.from_dict({"image": rows, "labels": [0, 1] * 4})
     return datasets.DatasetDict({"train": part.cast_column("labels", datasets.ClassLabel(names=["cat", "dog"]))})
-
-
-class _Words:
-    """What a script of theirs asks a library about words: whether it has what it needs to find the ends of sentences."""
-
-    def find(self, name: str) -> None:
-        """It has."""
 
 
 class Metric:
