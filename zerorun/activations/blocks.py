@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from ..log import info_once, warn_once
+from ..plan.forwards import ReplacedForward
 from .host_pool import HostPool
 from .region import Selection, run
 
@@ -28,18 +28,16 @@ class Recompute:
         return Selection() if self.policy == "selective" else None
 
 
-class BlockForward:
-    """Replaces ``module.forward``, inside the module's hooks. ``inner`` is the forward that it replaces."""
+class BlockForward(ReplacedForward):
+    """The forward of a block, inside the module's hooks."""
 
     def __init__(self, module: nn.Module, owners: Sequence[nn.Module], settings: Recompute, caches: Caches) -> None:
-        functools.update_wrapper(self, module.forward)
-        self.inner: Callable[..., Any] = module.forward
-        self._own = "forward" in vars(module)  # the module had a forward of its own, not its class's
-        self._module, self._owners, self._caches = module, owners, caches
+        super().__init__(module)
+        self._owners, self._caches = owners, caches
         self._pool, self._selection = settings.pool, settings.selection()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._module.training or not torch.is_grad_enabled():
+        if not self.module.training or not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if any(owner.gradient_checkpointing for owner in self._owners):
             _yield_to_the_model()
@@ -47,34 +45,7 @@ class BlockForward:
         if self._caches.in_use((args, kwargs)):
             return self.inner(*args, **kwargs)
         args, kwargs = self._caches.without((args, kwargs))
-        return run(self.inner, args, kwargs, self._pool, self._selection, self._module)
-
-    def compile(self, **options: Any) -> None:
-        """Compile ``inner`` with torch.compile. What is recomputed is compiled, the recomputing is not."""
-        self.inner = compiled(self.inner, **options)
-
-    def remove(self) -> None:
-        """Give the module its forward back. If that has been compiled meanwhile, it stays compiled."""
-        if self._own or getattr(self.inner, "__func__", None) is not type(self._module).forward:
-            self._module.forward = self.inner  # type: ignore[method-assign]
-        else:
-            del self._module.forward
-
-
-def compiled(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return ``forward`` compiled by torch.compile; one that replaces another one compiles that, and stays outside."""
-    own = getattr(forward, "compile", None)
-    if own is None:
-        return torch.compile(forward, **options)
-    own(**options)
-    return forward
-
-
-def innermost(forward: Any) -> Any:
-    """Return the forward that those which replace one another call at last."""
-    while hasattr(forward, "inner"):
-        forward = forward.inner
-    return forward
+        return run(self.inner, args, kwargs, self._pool, self._selection, self.module)
 
 
 def _yield_to_the_model() -> None:
@@ -132,9 +103,7 @@ class CheckpointedBlocks:
         caches = Caches()
         self._forwards = []
         for name, block in blocks[::step]:
-            forward = BlockForward(block, _owners(model, name), settings, caches)
-            block.forward = forward  # type: ignore[method-assign]
-            self._forwards.append(forward)
+            self._forwards.append(BlockForward(block, _owners(model, name), settings, caches))
         if not blocks:
             warn_once("activation_checkpointing.policy has no effect: the model has no repeated blocks.")
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ModelError
 from ..log import info_once
+from ..plan.forwards import ReplacedForward
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.random import Streams
 from ..tensor_parallel.sequence import with_hidden
@@ -80,29 +81,14 @@ _NO_CACHE = (
 )
 
 
-class OwnForward:
-    """Replaces ``module.forward``, inside the module's hooks. ``inner`` is the forward that it replaces."""
+class OwnForward(ReplacedForward):
+    """A forward on rows, inside the module's hooks."""
 
     def __init__(self, module: nn.Module, division: Division) -> None:
-        functools.update_wrapper(self, module.forward)
-        self.inner: Callable[..., Any] = module.forward
-        self._had = "forward" in vars(module)
-        self.module, self.division = module, division
-        module.forward = self  # type: ignore[method-assign]
+        super().__init__(module)
+        self.division = division
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise NotImplementedError
-
-    def compile(self, **options: Any) -> None:
-        """Compile ``inner`` with torch.compile."""
-        self.inner = torch.compile(self.inner, **options)
-
-    def remove(self) -> None:
-        """Give the module its forward back."""
-        if self._had or getattr(self.inner, "__func__", None) is not type(self.module).forward:
-            self.module.forward = self.inner  # type: ignore[method-assign]
-        else:
-            del self.module.forward
+    __reduce__ = object.__reduce__  # copies have the hooks of the division, too
 
 
 class Division:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..activations.blocks import compiled, innermost
 from ..config.parse import Config
 from ..data import EpochLoader, has_state
 from ..distributed.device import on_host
@@ -26,6 +25,7 @@ from ..optim.borders import Border
 from ..optim.containers import cast_floats
 from ..optim.loss_scaler import DTYPES, LossScaler
 from ..optim.lr_schedules import step_reversibly
+from ..plan.forwards import compiled, innermost
 from ..watch.board import Phase, board, during
 from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite

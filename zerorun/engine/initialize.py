@@ -84,7 +84,7 @@ from ..zero.offload.host_memory import keep_freed
 from ..zero.outside_step import OutsideStep
 from ..zero.part_sums import PartSums
 from ..zero.pieces import OptimizerPiece, build_pieces
-from ..zero.runtime import Removable, Runtime, refuse_managed
+from ..zero.runtime import Removable, Runtime, UnitForward, refuse_managed
 from ..zero.sharded_model import ShardedModel
 from ..zero.sharded_optimizer import PiecesInFp32, ShardedOptimizer, refuse_new_group
 from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
@@ -487,6 +487,8 @@ def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) 
         follow_memory(layer)
         yield layer.register_forward_pre_hook(follow_memory)
     yield from _recompute(model, config, device)
+    for unit in sharded_model.units:  # after all that replaces forwards
+        yield from (UnitForward(module) for module in unit.modules)
 
 
 def _lacks_layers(module: nn.Module) -> bool:

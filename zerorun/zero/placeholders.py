@@ -67,8 +67,8 @@ class ReadWatch(TorchDispatchMode):
 def released_parameter(name: str, unit: str) -> ReleasedParameterError:
     return ReleasedParameterError(
         f"parameter {name!r} was used outside the forward of its unit {unit!r}, where only a placeholder (NaN) is on this "
-        "rank. Remedy: use it inside that module's forward (module(x), not module.forward(x)), or wrap the use "
-        "in zerorun.zero.GatheredParameters(...), or name the class of the module that uses it in "
+        "rank. Remedy: use it inside that module's forward, or wrap the use in "
+        "zerorun.zero.GatheredParameters(...), or name the class of the module that uses it in "
         "zero_optimization.unit_policy so that both are one unit."
     )
 

@@ -48,6 +48,7 @@ from torch.autograd import Variable
 from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..errors import ModelError, StepError
+from ..plan.forwards import ReplacedForward
 from ..plan.sharding_plan import ShardingPlan
 from .away import GRADIENTS, SLOTS, WEIGHTS
 from .builder import ShardedParameters
@@ -104,6 +105,38 @@ class ModuleHook:
 
 class _ForwardHook(ModuleHook, partial[Any]):
     """A method of a runtime, with its unit, as a hook on a module."""
+
+
+class UnitForward(ReplacedForward):
+    """The forward of a unit's module, around all others: ``module.forward(x)`` is ``module(x)``, and runs the hooks.
+
+    Some models call their layers so. The weights would be placeholders there.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._called = False  # by the module itself, whose hooks are running
+        self._depth = 0  # of calls that are running
+        self._on_call = module.register_forward_pre_hook(_ForwardHook(self._note_call), prepend=True)
+
+    def _note_call(self, module: nn.Module, args: Any) -> None:
+        self._called = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._called and not self._depth:
+            return self.module(*args, **kwargs)
+        self._called = False
+        self._depth += 1
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            self._depth -= 1
+
+    def remove(self) -> None:
+        """Give the module its forward back."""
+        super().remove()
+        self._on_call.remove()
+        self._depth += 1  # for those who have kept this one: there are no hooks to run any more
 
 
 class RunningForwards:
@@ -259,7 +292,7 @@ class Runtime:
         self._handles += handles
 
     def remove_hooks(self) -> None:
-        for handle in self._handles:
+        for handle in reversed(self._handles):
             handle.remove()
         self._handles = []
         self._inside.forget_inputs()

@@ -1,0 +1,152 @@
+"""``layer.forward(x)`` is ``layer(x)``: a model that calls its layers so trains at every stage, and is left as it was."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from models import Block, Case, Gpt, Place, token_loss, tokens
+from reference import Result, differences, train_reference
+from torch.utils.checkpoint import checkpoint
+from training import make_config, make_engine, run_steps, train
+
+STEPS = 3
+
+
+class Direct(Gpt):
+    """Calls all of its modules by ``forward``."""
+
+    def run(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = block.forward(x)
+        return x
+
+    def forward(self, ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        return self.head.forward(self.norm.forward(self.run(self.embed.forward(ids))))
+
+
+class DirectCheckpointed(Direct):
+    """Recomputes its blocks by itself, by their ``forward``."""
+
+    def run(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block.forward, x, use_reentrant=False)
+        return x
+
+
+class Recursive(Block):
+    """Calls its own ``forward`` for the two halves of a batch."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            return super().forward(x)
+        return torch.cat([self.forward(part) for part in x.split(1)])
+
+
+def _of_the_module(model: Any, place: Place) -> torch.Tensor:
+    """The loss of ``model.module.forward`` if ``model`` is an engine."""
+    return token_loss(getattr(model, "module", model).forward, tokens(place))
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("direct", Direct),
+        Case("tied", lambda: Direct(3, tied=True)),
+        Case("checkpointed", DirectCheckpointed),
+        Case("recursive", lambda: Direct(3, Recursive)),
+        Case("of_the_module", Direct, _of_the_module),
+    )
+}
+POLICIES: dict[str, dict[str, Any]] = {
+    "by_block": {},
+    "groups": {"unit_policy": "by_block_group", "unit_block_count": 2},
+    "sized": {"unit_policy": "by_block_and_size", "unit_numel": 100},
+}
+
+
+def train_on(model: str, config: dict[str, Any]) -> Result:
+    return train(CASES[model], config, STEPS)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("model", CASES)
+@pytest.mark.parametrize("stage", (3, 2, 1, 0))
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("recompute", ("none", "full", "selective"))
+@pytest.mark.parametrize("world", (2, 3))
+def test_equals_one_process(model: str, stage: int, policy: str, recompute: str, world: int) -> None:
+    section = {"activation_checkpointing": {"policy": recompute}}
+    config = make_config(stage, clip=0.5, accumulation=2, zero_optimization=POLICIES[policy], **section)
+    wanted = train_reference(CASES[model], world_size=world, steps=STEPS, accumulation=2, clip=0.5)
+    for rank, result in enumerate(run_ranks(world, train_on, model, config)):
+        assert not differences(result, wanted), f"rank {rank}"
+
+
+class Failing(Block):
+    """Raises if a number is negative."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.flatten()[0].isnan():
+            raise ValueError("not a number")
+        return super().forward(x)
+
+
+def after_an_error() -> tuple[list[float], list[float]]:
+    """The losses of two steps between which a block has raised, called by itself and by ``forward``; those without it."""
+    case, found = Case("failing", lambda: Direct(2, Failing)), []
+    for fails in (True, False):
+        engine = make_engine(case, make_config(3))
+        losses = run_steps(engine, case, 1).losses
+        for call in (engine.module.blocks[1], engine.module.blocks[1].forward) if fails else ():
+            with pytest.raises(ValueError, match="not a number"):
+                call(torch.full((1, 6, 16), torch.nan))
+        found.append(losses + run_steps(engine, case, 1, first=1).losses)
+        engine.destroy()
+    return found[0], found[1]
+
+
+def test_an_error_leaves_nothing() -> None:
+    for failed, usual in run_ranks(2, after_an_error):
+        assert failed == usual
+
+
+class Doubled:
+    """What a library may put around a forward."""
+
+    def __init__(self, forward: Any) -> None:
+        self.forward = forward
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.forward(x)
+
+
+def left_behind(recompute: str) -> list[bool]:
+    """Whether copies of a block are ordinary, the module is as before, and what somebody has put around a forward stays."""
+    section = {"activation_checkpointing": {"policy": recompute}}
+    case = Case("direct", Direct)
+    engine, x = make_engine(case, make_config(0, **section)), torch.ones(1, 6, 16)
+    blocks = engine.module.blocks
+    twins = [copy.deepcopy(blocks[0]), pickle.loads(pickle.dumps(blocks[0]))]
+    with torch.no_grad():
+        found = [bool(twin.forward(x).equal(blocks[0](x))) for twin in twins]
+        for twin in twins:
+            twin.out.bias += 1
+            found.append(not twin.forward(x).equal(blocks[0](x)))
+        around = blocks[1].forward = Doubled(blocks[1].forward)
+        doubled = blocks[1](x)
+        engine.destroy()
+        found += [bool(doubled.equal(blocks[1](x))), blocks[1].forward is around]
+    del blocks[1].forward
+    found.append(not any("forward" in vars(part) for part in engine.module.modules()))
+    return found
+
+
+@pytest.mark.parametrize("recompute", ("none", "full"))
+def test_what_is_left(recompute: str) -> None:
+    for found in run_ranks(2, left_behind, recompute):
+        assert all(found), found
