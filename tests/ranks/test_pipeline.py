@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from zerorun.pipeline.module import PipelineModule
 from zerorun.pipeline.schedule.schedules import make_schedule
 from zerorun.pipeline.schedule.simulate import simulate
 from zerorun.pipeline.schedule.times import Times
+from zerorun.pipeline.split_backward import WeightGradients
 
 VOCABULARY, WIDTH, BATCH, STEPS = 17, 12, 2, 3
 
@@ -430,6 +432,24 @@ def train_sharing(kind: str, stage: int) -> tuple[list[float], dict[str, torch.T
     module = engine.module
     engine.destroy()
     return losses, {name: value.detach().clone() for name, value in module.named_parameters(remove_duplicate=False)}
+
+
+def weights_that_come_later(stage: int) -> int:
+    """How many gradients of weights a batch of two micro-batches puts off, with linear layers that are units themselves."""
+    layers = [nn.Linear(4, 4) for _ in range(4)]
+    module = PipelineModule(layers, num_stages=2, partition_method=[0, 2, 4], loss_fn=mean_square)
+    engine = zerorun.initialize(module, make_config(stage, accumulation=2, pipeline={"schedule": "zero_bubble"}))
+    engine.train_batch(iter([pair(0, 0), pair(0, 1)]))
+    with mock.patch.object(WeightGradients, "put", autospec=True, side_effect=WeightGradients.put) as put:
+        engine.train_batch(iter([pair(1, 0), pair(1, 1)]))
+    engine.destroy()
+    assert not any("forward" in vars(layer) for layer in layers)
+    return put.call_count
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_units_of_one_linear_layer_are_split(stage: int) -> None:
+    assert run_ranks(2, weights_that_come_later, stage) == [4, 4]
 
 
 @pytest.mark.each_value

@@ -246,6 +246,7 @@ def initialize(
         observer,
         owns_topology=owns_topology,
     )
+    runtime.keep([UnitForward(module) for unit in made.units for module in unit.modules])  # around all others
     show_compilation()
     if wanted.compile.enabled:
         engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)
@@ -487,8 +488,6 @@ def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) 
         follow_memory(layer)
         yield layer.register_forward_pre_hook(follow_memory)
     yield from _recompute(model, config, device)
-    for unit in sharded_model.units:  # after all that replaces forwards
-        yield from (UnitForward(module) for module in unit.modules)
 
 
 def _lacks_layers(module: nn.Module) -> bool:
