@@ -115,6 +115,33 @@ def test_an_error_leaves_nothing() -> None:
         assert failed == usual
 
 
+class Once:
+    """Stands for another forward in one call, as Lightning lets an engine run its training step, and calls parts only."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.usual = module, module.forward
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        self.module.forward = self.usual
+        return self.module.head(self.module.norm(self.module.run(self.module.embed(ids))))
+
+
+def redirected() -> list[float]:
+    """The sums of logits of three calls: of the engine, of one that is redirected, and of the module's forward."""
+    engine, ids = make_engine(Case("direct", Direct), make_config(3)), tokens(Place())[:, :-1]
+    with torch.no_grad():
+        found = [float(engine(ids).sum())]
+        engine.module.forward = Once(engine.module)
+        found += [float(engine(ids).sum()), float(engine.module.forward(ids).sum())]
+    engine.destroy()
+    return found
+
+
+def test_a_forward_may_be_redirected_once() -> None:
+    for usual, once, direct in run_ranks(2, redirected):
+        assert usual == once == direct
+
+
 class Doubled:
     """What a library may put around a forward."""
 

@@ -117,10 +117,12 @@ class UnitForward(ReplacedForward):
         super().__init__(module)
         self._called = False  # by the module itself, whose hooks are running
         self._depth = 0  # of calls that are running
-        self._on_call = module.register_forward_pre_hook(_ForwardHook(self._note_call), prepend=True)
+        note, forget = _ForwardHook(self._note_call, True), _ForwardHook(self._note_call, False)
+        # Lightning puts another forward in this one's place for one call, in which this one may never be called.
+        self._notes = module.register_forward_pre_hook(note, prepend=True), module.register_forward_hook(forget)
 
-    def _note_call(self, module: nn.Module, args: Any) -> None:
-        self._called = True
+    def _note_call(self, called: bool, *unused: Any) -> None:
+        self._called = called
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._called and not self._depth:
@@ -135,7 +137,8 @@ class UnitForward(ReplacedForward):
     def remove(self) -> None:
         """Give the module its forward back."""
         super().remove()
-        self._on_call.remove()
+        for note in self._notes:
+            note.remove()
         self._depth += 1  # for those who have kept this one: there are no hooks to run any more
 
 
