@@ -3772,4 +3772,20 @@ MUTANTS = (
         "        if False:",
         ("tests/ranks/test_direct_calls.py", "-k", "what_is_left"),
     ),
+    Mutant(
+        "gradients-of-parts-stay-where-they-are",
+        "swallowed",
+        "zerorun/engine/engine.py",
+        "            if self.accumulation.backwards == seen:",
+        "            if False:",
+        ("tests/ranks/test_direct_calls.py", "-k", "of_the_root"),
+    ),
+    Mutant(
+        "any-backward-is-one-of-this-engine",
+        "swallowed",
+        "zerorun/zero/runtime.py",
+        "        if self.units[0].has_gradient():",
+        "        if True:",
+        ("tests/ranks/test_direct_calls.py", "-k", "another_model"),
+    ),
 )

@@ -1,4 +1,4 @@
-"""``layer.forward(x)`` is ``layer(x)``: a model that calls its layers so trains at every stage, and is left as it was."""
+"""``layer.forward(x)`` is ``layer(x)``, parts may be called by themselves, and the model is left as it was."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import torch
 from harness import run_ranks
 from models import Block, Case, Gpt, Place, token_loss, tokens
 from reference import Result, differences, train_reference
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import make_config, make_engine, run_steps, train
+
+from zerorun.errors import StepError
 
 STEPS = 3
 
@@ -52,6 +55,18 @@ def _of_the_module(model: Any, place: Place) -> torch.Tensor:
     return token_loss(getattr(model, "module", model).forward, tokens(place))
 
 
+def _of_parts(model: Any, place: Place) -> torch.Tensor:
+    """The loss of the module's parts, called one after the other by the script."""
+    module = getattr(model, "module", model)
+    return token_loss(lambda ids: module.head(module.norm(module.run(module.embed(ids)))), tokens(place))
+
+
+def _of_the_root(model: Any, place: Place) -> torch.Tensor:
+    """The loss of parts that are in no block."""
+    module = getattr(model, "module", model)
+    return token_loss(lambda ids: module.head(module.embed(ids)), tokens(place))
+
+
 CASES = {
     case.name: case
     for case in (
@@ -60,6 +75,8 @@ CASES = {
         Case("checkpointed", DirectCheckpointed),
         Case("recursive", lambda: Direct(3, Recursive)),
         Case("of_the_module", Direct, _of_the_module),
+        Case("of_parts", Direct, _of_parts),
+        Case("of_the_root", Gpt, _of_the_root),
     )
 }
 POLICIES: dict[str, dict[str, Any]] = {
@@ -140,6 +157,20 @@ def redirected() -> list[float]:
 def test_a_forward_may_be_redirected_once() -> None:
     for usual, once, direct in run_ranks(2, redirected):
         assert usual == once == direct
+
+
+def of_another_model() -> str:
+    """What step() says after the backward of a loss that no parameter of the engine is in."""
+    engine = make_engine(CASES["of_the_root"], make_config(3))
+    engine.backward(nn.Linear(4, 1)(torch.ones(1, 4)).sum())
+    with pytest.raises(StepError) as told:
+        engine.step()
+    engine.destroy()
+    return str(told.value)
+
+
+def test_a_loss_of_another_model_is_no_backward() -> None:
+    assert all("no gradients since the last step()" in told for told in run_ranks(2, of_another_model))
 
 
 class Doubled:

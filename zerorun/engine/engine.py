@@ -154,9 +154,12 @@ class Engine(CurvatureTaking):
         factor = scale * counts
         self._note_loss(loss, counts)
         said = {"weight": weight, "scale_wrt_gas": scale_wrt_gas}
+        seen = self.accumulation.backwards
         with running.inside(ScaledBackward(scale, said, heard=[self.accumulation])):
             scaled = loss * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else loss
             scaled.backward(retain_graph=retain_graph)
+            if self.accumulation.backwards == seen:
+                self.runtime.complete_unseen()
         result = loss.detach()
         return result / self.accumulation.batch.accumulation if mode == "mean" else result
 
