@@ -31,6 +31,7 @@ from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
 from ..zero.placeholders import released_parameter
+from ..zero.runtime import ModelPart
 from ..zero.sharded_model import ShardedModel
 from ..zero.unit import links_of
 from .accumulation import Accumulation, ScaledBackward, check_loss, running, samples_of_step
@@ -158,8 +159,10 @@ class Engine(CurvatureTaking):
         with running.inside(ScaledBackward(scale, said, heard=[self.accumulation])):
             scaled = loss * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else loss
             scaled.backward(retain_graph=retain_graph)
-            if self.accumulation.backwards == seen:
-                self.runtime.complete_unseen()
+            if self.accumulation.backwards == seen and self.units[0].has_gradient():
+                # It has met no output of a unit: its loss is of parts of the root unit, called by themselves.
+                self.runtime.complete(ModelPart())
+                self.accumulation.ended()
         result = loss.detach()
         return result / self.accumulation.batch.accumulation if mode == "mean" else result
 

@@ -428,16 +428,6 @@ class Runtime:
         if interrupted is not None:
             self._resume(with_gradients=interrupted.with_gradients)
 
-    def complete_unseen(self) -> None:
-        """A backward has met no output of a unit: take the gradients that it has left in the root unit, if it has left any.
-
-        Its loss is of parts of the root unit that the script has called by themselves, or of another model.
-        """
-        if self.units[0].has_gradient():
-            self.reducer.begin(watches=False)
-            self._backward = self.gathers.begin_backward(self.take_passes())
-            self._post_backward(self._backward, None)
-
     def _resume(self, *, with_gradients: bool) -> None:
         """Go on with the forward that a backward has interrupted: unshard the running units again."""
         with torch.set_grad_enabled(with_gradients):
