@@ -24,6 +24,7 @@ import signal
 import stat
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -168,7 +169,7 @@ class LocalNode:
         make_log_dir(self._log_dir)
         _other_children.update(_children())  # started, say, by a shell that this program has replaced: not ours to end
         adopt_orphans()
-        self._oom_before = count_oom_kills()
+        self._oom_before = oom_kills()
         self._terminated, self._kill_at, self._drain_until = False, None, None
         self._boards, self._stacks = Boards(), {}
         again = any(command.env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" for command in commands)
@@ -315,7 +316,7 @@ class LocalNode:
             self._selector.unregister(fd)
         self._streams.clear()
         self._dismiss()
-        self._listener.on_empty(unkillable, count_oom_kills() - self._oom_before)
+        self._listener.on_empty(unkillable, (oom_kills() - self._oom_before).total())
 
     def _dismiss(self) -> None:
         self._boards.close()
@@ -521,12 +522,15 @@ def make_log_dir(folder: Path | None) -> None:
         raise LaunchError(f"--log-dir {folder}: no permission to write there")
 
 
-def count_oom_kills() -> int:
-    """How often the out-of-memory killer has struck in this control group so far; 0 where that cannot be read."""
+def oom_kills() -> Counter[Path]:
+    """How often the out-of-memory killer has struck so far in this control group; nothing where that cannot be read.
+
+    A scheduler may put this process into another group later, which has had other strikes.
+    """
     with contextlib.suppress(OSError):
         for folder, version in cgroups(OWN_CGROUP.read_text(), CGROUPS, "memory"):
             with contextlib.suppress(OSError):
                 events = (folder / ("memory.events" if version == 2 else "memory.oom_control")).read_text()
                 counts = dict(line.split() for line in events.splitlines())
-                return int(counts.get("oom_kill", 0))
-    return 0
+                return Counter({folder: int(counts.get("oom_kill", 0))})
+    return Counter()

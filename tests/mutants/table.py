@@ -3788,4 +3788,12 @@ MUTANTS = (
         "            if self.accumulation.backwards == seen:",
         ("tests/ranks/test_direct_calls.py", "-k", "another_model"),
     ),
+    Mutant(
+        "kills-of-another-group-are-taken-off",
+        "stale",
+        "launcher/node.py",
+        '                return Counter({folder: int(counts.get("oom_kill", 0))})',
+        '                return Counter({Path(): int(counts.get("oom_kill", 0))})',
+        ("tests/unit/test_launcher.py", "-k", "out_of_memory_kills"),
+    ),
 )

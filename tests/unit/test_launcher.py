@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 import zerorun
 from zerorun.errors import LaunchError
-from zerorun.launcher import chosen_hosts, cli, facts, failures, screen
+from zerorun.launcher import chosen_hosts, cli, facts, failures, node, screen
 from zerorun.launcher.hosts import Host
 from zerorun.launcher.job_plan import (
     JobPlan,
@@ -549,3 +549,24 @@ def test_a_line_that_is_open_is_closed_before_another_rank_speaks() -> None:
     assert os.read(reader, 1000) == b"\r10%\r20%\n[rank 1] hello\n\r30%\nend\n"
     os.close(reader)
     os.close(writer)
+
+
+def test_out_of_memory_kills_are_those_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process may have come from a control group in which others were killed before, and go to another one."""
+    own = tmp_path / "own"
+    monkeypatch.setattr(node, "OWN_CGROUP", own)
+    monkeypatch.setattr(node, "CGROUPS", tmp_path)
+
+    def killed(group: str, count: int) -> None:
+        (tmp_path / group).mkdir(exist_ok=True)
+        (tmp_path / group / "memory.events").write_text(f"oom 9\noom_kill {count}\n")
+        own.write_text(f"0::/{group}\n")
+
+    assert node.oom_kills().total() == 0  # there are no control groups
+    killed("login", 1)
+    before = node.oom_kills()
+    assert (node.oom_kills() - before).total() == 0
+    killed("login", 3)
+    assert (node.oom_kills() - before).total() == 2
+    killed("job", 1)
+    assert (node.oom_kills() - before).total() == 1
