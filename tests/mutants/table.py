@@ -3796,4 +3796,20 @@ MUTANTS = (
         '                return Counter({Path(): int(counts.get("oom_kill", 0))})',
         ("tests/unit/test_launcher.py", "-k", "out_of_memory_kills"),
     ),
+    Mutant(
+        "other-methods-have-placeholders",
+        "stale",
+        "zerorun/zero/runtime.py",
+        "                for name in () if unit.resident else methods_with_parts(module):",
+        "                for name in ():",
+        ("tests/ranks/test_direct_calls.py", "-k", "equals_one_process"),
+    ),
+    Mutant(
+        "methods-are-not-on-the-stack",
+        "stale",
+        "zerorun/zero/runtime.py",
+        "            if frame.f_code in (_MODULE_CALL, _METHOD_CALL):",
+        "            if frame.f_code is _MODULE_CALL:",
+        ("tests/ranks/test_direct_calls.py", "-k", "another_unit"),
+    ),
 )

@@ -1,4 +1,4 @@
-"""``layer.forward(x)`` is ``layer(x)``, parts may be called by themselves, and the model is left as it was."""
+"""``layer.forward(x)`` is ``layer(x)``, other methods have the weights, and the model is left as it was."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
-from models import Block, Case, Gpt, Place, token_loss, tokens
+from models import WIDTH, Block, Case, Gpt, Mlp, Place, token_loss, tokens
 from reference import Result, differences, train_reference
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from training import make_config, make_engine, run_steps, train
 
-from zerorun.errors import StepError
+from zerorun.errors import ModelError, StepError
 
 STEPS = 3
 
@@ -50,6 +50,98 @@ class Recursive(Block):
         return torch.cat([self.forward(part) for part in x.split(1)])
 
 
+class WithMethods(Block):
+    """Has other methods beside ``forward``, which use its modules and, directly, a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(super().forward(x))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + self.gain)
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sigmoid(self.norm1(self.scaled(x)).mean(-1, keepdim=True))
+
+
+class Scored(Gpt):
+    """Calls its blocks, and another method of each: before it, after it, or when others have run."""
+
+    def run(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        x = x * self.blocks[-1].score(x)
+        for block in self.blocks:
+            x = block(x)
+            x = x + block.score(x)
+        return x * self.blocks[0].score(x)
+
+
+class Stepped(Gpt):
+    """Never calls its blocks, only a method of each."""
+
+    def run(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        for block in self.blocks:
+            x = x * block.score(x)
+        return x
+
+
+class Pair(nn.Module):
+    """A reversible block: y1 = x1 + f(x2), y2 = x2 + g(y1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.f, self.g = Mlp(), Mlp()
+
+    def forward(self, x1: torch.Tensor, x2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y1 = x1 + self.f(x2)
+        return y1, x2 + self.g(y1)
+
+    def undone(self, y1: torch.Tensor, y2: torch.Tensor, d1: torch.Tensor, d2: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """What went in, and its gradients, from what came out. Gradients of parameters are made on the way."""
+        with torch.enable_grad():
+            y1 = y1.detach().requires_grad_()
+            again = self.g(y1)
+            again.backward(d2)
+        assert y1.grad is not None
+        x2, d1 = y2 - again.detach(), d1 + y1.grad
+        with torch.enable_grad():
+            x2.requires_grad_()
+            again = self.f(x2)
+            again.backward(d1)
+        assert x2.grad is not None
+        return y1.detach() - again.detach(), x2.detach(), d1, d2 + x2.grad
+
+
+class _Reversed(torch.autograd.Function):
+    """Runs blocks and keeps only what the last one returns, as Reformer does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, blocks: nn.ModuleList) -> torch.Tensor:
+        parts = x.chunk(2, -1)
+        for block in blocks:
+            parts = block(*parts)
+        ctx.blocks, ctx.parts = blocks, parts
+        return torch.cat(parts, -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        state = (*ctx.parts, *grad.chunk(2, -1))
+        for block in reversed(ctx.blocks):
+            state = block.undone(*state)
+        return torch.cat(state[2:], -1), None
+
+
+class Reversible(Gpt):
+    def __init__(self) -> None:
+        super().__init__(3, Pair)
+
+    def run(self, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        first, second = _Reversed.apply(torch.cat([x, x], -1), self.blocks).chunk(2, -1)  # type: ignore[no-untyped-call]
+        return first + second
+
+
 def _of_the_module(model: Any, place: Place) -> torch.Tensor:
     """The loss of ``model.module.forward`` if ``model`` is an engine."""
     return token_loss(getattr(model, "module", model).forward, tokens(place))
@@ -76,6 +168,9 @@ CASES = {
         Case("recursive", lambda: Direct(3, Recursive)),
         Case("of_the_module", Direct, _of_the_module),
         Case("of_parts", Direct, _of_parts),
+        Case("scored", lambda: Scored(3, WithMethods), classes=("WithMethods",)),
+        Case("stepped", lambda: Stepped(3, WithMethods), classes=("WithMethods",)),
+        Case("reversible", Reversible, classes=("Pair",)),
         Case("of_the_root", Gpt, _of_the_root),
     )
 }
@@ -105,21 +200,25 @@ def test_equals_one_process(model: str, stage: int, policy: str, recompute: str,
 
 
 class Failing(Block):
-    """Raises if a number is negative."""
+    """Raises if a number is none."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.flatten()[0].isnan():
             raise ValueError("not a number")
         return super().forward(x)
 
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm2(self.forward(x))
+
 
 def after_an_error() -> tuple[list[float], list[float]]:
-    """The losses of two steps between which a block has raised, called by itself and by ``forward``; those without it."""
+    """The losses of two steps between which a block has raised, called in three ways; those without it."""
     case, found = Case("failing", lambda: Direct(2, Failing)), []
     for fails in (True, False):
         engine = make_engine(case, make_config(3))
         losses = run_steps(engine, case, 1).losses
-        for call in (engine.module.blocks[1], engine.module.blocks[1].forward) if fails else ():
+        block = engine.module.blocks[1]
+        for call in (block, block.forward, block.normed) if fails else ():
             with pytest.raises(ValueError, match="not a number"):
                 call(torch.full((1, 6, 16), torch.nan))
         found.append(losses + run_steps(engine, case, 1, first=1).losses)
@@ -130,6 +229,48 @@ def after_an_error() -> tuple[list[float], list[float]]:
 def test_an_error_leaves_nothing() -> None:
     for failed, usual in run_ranks(2, after_an_error):
         assert failed == usual
+
+
+class Borrowing(Block):
+    """Has a method that calls another block."""
+
+    def borrow(self, x: torch.Tensor, other: nn.Module) -> torch.Tensor:
+        return self.norm1(other(x)) + self.norm2(x)
+
+
+def borrowed(stage: int) -> str:
+    """What is said of units that are entered in one another."""
+    engine = make_engine(Case("borrowing", lambda: Direct(3, Borrowing)), make_config(stage))
+    first, *_, last = engine.module.blocks
+    try:
+        return f"{first.borrow(torch.ones(1, 6, 16), last).isnan().any()}"
+    except ModelError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "told"), ((3, "was entered while unit 'blocks.0' is running"), (2, "False")))
+def test_a_method_that_calls_another_unit(stage: int, told: str) -> None:
+    assert all(told in found for found in run_ranks(2, borrowed, stage))
+
+
+def compiled() -> list[list[float]]:
+    """The losses of a model whose blocks call a method of theirs, as written and compiled."""
+    case, found = CASES["scored"], []
+    for compiles in (False, True):
+        engine = make_engine(case, make_config(3))
+        if compiles:
+            engine.compile(backend="eager")
+        found.append(run_steps(engine, case, STEPS).losses)
+        engine.destroy()
+        torch._dynamo.reset()
+    return found
+
+
+def test_compiled_blocks_with_other_methods() -> None:
+    for usual, found in run_ranks(2, compiled):
+        assert found == pytest.approx(usual, rel=1e-6)
 
 
 class Once:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
+# Functions that only begin when they are called, and run later.
+_SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
 
 class ReplacedForward:
-    """Takes the place of ``module.forward`` until ``remove``. ``inner`` is the forward that was there."""
+    """Takes the place of ``module.forward``, or of another method, until ``remove``. ``inner``: what was there."""
 
-    def __init__(self, module: nn.Module) -> None:
-        functools.update_wrapper(self, module.forward, updated=())
-        self.module, self.inner = module, module.forward
-        self._had = "forward" in vars(module)  # one of its own, not its class's
-        module.forward = self  # type: ignore[assignment]
+    def __init__(self, module: nn.Module, name: str = "forward") -> None:
+        self.module, self._name = module, name
+        self.inner: Callable[..., Any] = getattr(module, name)
+        functools.update_wrapper(self, self.inner, updated=())
+        self._had = name in vars(module)  # one of its own, not its class's
+        setattr(module, name, self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
@@ -31,12 +37,12 @@ class ReplacedForward:
 
         A forward that somebody has put around this one since stays, and goes on calling it.
         """
-        if vars(self.module).get("forward") is not self:
+        if vars(self.module).get(self._name) is not self:
             return
-        if self._had or getattr(self.inner, "__func__", None) is not type(self.module).forward:
-            self.module.forward = self.inner  # type: ignore[method-assign]
+        if self._had or getattr(self.inner, "__func__", None) is not getattr(type(self.module), self._name):
+            setattr(self.module, self._name, self.inner)
         else:
-            del self.module.forward
+            delattr(self.module, self._name)
 
     def __reduce__(self) -> Any:
         return _itself, (self.inner,)  # copies and pickles of a layer are those of an ordinary one
@@ -44,6 +50,19 @@ class ReplacedForward:
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
+
+
+def methods_with_parts(module: nn.Module) -> list[str]:
+    """Return the names of public methods besides ``forward`` whose code names a parameter or a module of ``module``."""
+    parts, found = {*module._parameters, *module._modules}, []
+    for name in dir(type(module)):
+        method = inspect.getattr_static(type(module), name)
+        known = name == "forward" or name.startswith("_") or hasattr(nn.Module, name) or name in vars(module)
+        if known or not isinstance(method, FunctionType) or method.__code__.co_flags & _SUSPENDED:
+            continue
+        if not parts.isdisjoint(method.__code__.co_names):
+            found.append(name)
+    return found
 
 
 def compiled(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,7 +48,7 @@ from torch.autograd import Variable
 from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..errors import ModelError, StepError
-from ..plan.forwards import ReplacedForward
+from ..plan.forwards import ReplacedForward, methods_with_parts
 from ..plan.sharding_plan import ShardingPlan
 from .away import GRADIENTS, SLOTS, WEIGHTS
 from .builder import ShardedParameters
@@ -142,6 +142,40 @@ class UnitForward(ReplacedForward):
         self._depth += 1  # for those who have kept this one: there are no hooks to run any more
 
 
+class UnitMethod(ReplacedForward):
+    """Another method of a unit's module, which has the weights as its forward has.
+
+    ``hooks``: what runs before and after the module's forward, and after it in any case. ``runs``: whether the unit runs.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, hooks: Sequence[Callable[..., None]], runs: Callable[[], bool]
+    ) -> None:
+        super().__init__(module, name)
+        self._enter, self._leave, self._after = hooks
+        self._runs = runs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or self._runs():
+            return self.inner(*args, **kwargs)
+        return self.run(args, kwargs)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the method as a forward of the unit."""
+        output = None
+        try:
+            self._enter(self.module, args, kwargs)
+            output = self.inner(*args, **kwargs)
+            self._leave(self.module, args, kwargs, output)
+        finally:
+            self._after(self.module, args, output)
+        return output
+
+
+# Of the frames of methods that run as forwards.
+_METHOD_CALL = UnitMethod.run.__code__
+
+
 class RunningForwards:
     """The units whose forward is running, outermost first, and what their inputs were made by when they began."""
 
@@ -163,6 +197,10 @@ class RunningForwards:
                 "zero_optimization.unit_policy."
             )
         self._inside.append(unit.index)
+
+    def has(self, unit: Unit) -> bool:
+        """True if ``unit`` is running."""
+        return unit.index in self._inside
 
     def leave(self, unit: Unit) -> bool:
         """The forward of ``unit`` ends. False if an outer forward of the same unit is still running."""
@@ -203,8 +241,9 @@ class RunningForwards:
         modules = {id(module) for unit in self._units for module in unit.modules} if self._inside else set()
         frame, count = inspect.currentframe() if modules else None, 0
         while frame is not None:
-            if frame.f_code is _MODULE_CALL and id(frame.f_locals["self"]) in modules:
-                count += 1
+            if frame.f_code in (_MODULE_CALL, _METHOD_CALL):
+                called = frame.f_locals["self"]
+                count += id(called.module if isinstance(called, UnitMethod) else called) in modules
             frame = frame.f_back
         return max(count - 1, 0)
 
@@ -284,11 +323,14 @@ class Runtime:
     def _install_hooks(self) -> Iterator[Removable]:
         for unit in self.units:
             for module in unit.modules:
-                enter, leave = _ForwardHook(self._pre_forward, unit), _ForwardHook(self._post_forward, unit)
+                hooks = [_ForwardHook(what, unit) for what in (self._pre_forward, self._post_forward, self._after_any)]
+                enter, leave, after = hooks
                 yield module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                 yield module.register_forward_hook(leave, with_kwargs=True)
                 if self.plan.shares_params:
-                    yield module.register_forward_hook(_ForwardHook(self._after_any), always_call=True)
+                    yield module.register_forward_hook(after, always_call=True)
+                for name in () if unit.resident else methods_with_parts(module):
+                    yield UnitMethod(module, name, hooks, partial(self._inside.has, unit))
 
     def keep(self, handles: Iterable[Removable]) -> None:
         """Take care of further ``handles``: they are removed with the hooks."""
@@ -327,7 +369,7 @@ class Runtime:
         if torch.is_grad_enabled():
             self._hook_outputs(unit, (args, kwargs), output)
 
-    def _after_any(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_any(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """End the watch with the outermost forward, even if that raises."""
         if self.reads.is_watching and not self._inside.on_the_stack():
             self.reads.end()
