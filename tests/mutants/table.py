@@ -3812,4 +3812,28 @@ MUTANTS = (
         "            if frame.f_code is _MODULE_CALL:",
         ("tests/ranks/test_direct_calls.py", "-k", "another_unit"),
     ),
+    Mutant(
+        "keys-of-others-in-a-cache-are-its-own",
+        "stale",
+        "zerorun/zero/runtime.py",
+        "        self._inputs.setdefault(unit.index, []).append({id(tensor): tensor.grad_fn for tensor in tensors_held_by(given)})",
+        "        self._inputs.setdefault(unit.index, []).append({id(tensor): tensor.grad_fn for tensor in tensors_in(given)})",
+        ("tests/ranks/test_ways_of_backwards.py", "-k", "wherever_it_puts_it"),
+    ),
+    Mutant(
+        "views-that-are-changed-lose-their-hook",
+        "order",
+        "zerorun/zero/runtime.py",
+        "            if (whole := _whole(tensor)).grad_fn is not None and tensor._is_view() and id(whole) not in others:",
+        "            if False:",
+        ("tests/ranks/test_ways_of_backwards.py", "-k", "wherever_it_puts_it"),
+    ),
+    Mutant(
+        "views-of-what-came-in-are-its-own",
+        "order",
+        "zerorun/zero/runtime.py",
+        "            if (whole := _whole(tensor)).grad_fn is not None and tensor._is_view() and id(whole) not in others:",
+        "            if (whole := _whole(tensor)).grad_fn is not None and tensor._is_view():",
+        ("tests/ranks/test_ways_of_backwards.py", "-k", "wherever_it_puts_it"),
+    ),
 )

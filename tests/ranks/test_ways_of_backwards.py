@@ -77,6 +77,30 @@ def unchanged_beside(block: Block, given: tuple[torch.Tensor, torch.Tensor]) -> 
     return block.apply_to(x), first
 
 
+class Kept:
+    """A cache, which each block fills further, and returns."""
+
+    def __init__(self, h: torch.Tensor) -> None:
+        self.h, self.keys = h, list[torch.Tensor]()
+
+
+def into_cache(block: Block, given: Kept) -> tuple[torch.Tensor, Kept]:
+    given.keys.append(block.layer(given.h))
+    given.h = given.h + torch.tanh(given.keys[-1])
+    return given.h, given
+
+
+def view_that_is_changed_later(block: Block, x: torch.Tensor) -> torch.Tensor:
+    """As a linear layer makes of sequences, and an activation behind it changes in place."""
+    out = block.layer(x.mul_(2))
+    return out.view(out.shape)  # type: ignore[no-any-return]
+
+
+def view_beside(block: Block, given: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    x, before = given
+    return block.apply_to(x + before), x.view(x.shape)
+
+
 def identity(value: Any) -> Any:
     return value
 
@@ -93,6 +117,9 @@ FORMS: dict[str, Form] = {
     "in place": (in_place, identity, identity),
     "attributes": (lambda block, given: Attributes(block.apply_to(given.h)), Attributes, lambda out: out.h),
     "slots": (lambda block, given: (Slots(block.apply_to(given[0].h)),), lambda h: (Slots(h),), lambda out: out[0].h),
+    "a cache": (lambda block, given: into_cache(block, given[1]), lambda h: (h, Kept(h)), lambda out: out[0]),
+    "a view": (view_that_is_changed_later, identity, identity),
+    "a view beside": (view_beside, lambda h: (h, h), lambda out: out[0] + out[1]),
     "unchanged beside": (unchanged_beside, lambda h: (h, h), lambda out: out[0] + out[1]),
 }
 
@@ -158,7 +185,15 @@ def trained(form: str, stage: int, recompute: bool) -> float:
     return found
 
 
-CHANGE_THEIR_INPUT = ("a dict", "a list", "fields", "nothing", "in place")  # from which torch cannot recompute
+CHANGE_THEIR_INPUT = (
+    "a dict",
+    "a list",
+    "fields",
+    "nothing",
+    "in place",
+    "a cache",
+    "a view",
+)  # from which torch cannot recompute
 ROWS = [(form, stage, False) for form in FORMS for stage in (2, 3)]
 ROWS += [(form, stage, True) for form in FORMS for stage in (2, 3) if form not in CHANGE_THEIR_INPUT]
 

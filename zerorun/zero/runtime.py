@@ -209,8 +209,8 @@ class RunningForwards:
         return unit.index not in self._inside
 
     def note_inputs(self, unit: Unit, given: Any) -> None:
-        """A forward of ``unit`` begins, which may change what it is ``given``."""
-        self._inputs.setdefault(unit.index, []).append({id(tensor): tensor.grad_fn for tensor in tensors_in(given)})
+        """A forward of ``unit`` begins, which may change what it is ``given``, and return it."""
+        self._inputs.setdefault(unit.index, []).append({id(tensor): tensor.grad_fn for tensor in tensors_held_by(given)})
 
     def made_by(self, unit: Unit, given: Any, output: Any) -> Iterator[torch.Tensor]:
         """The forward of ``unit`` ends: yield the tensors that it has made, in ``output`` or in what it was ``given``.
@@ -251,6 +251,11 @@ class RunningForwards:
         """Another unit whose forward is running and that shares slots with ``unit``."""
         others = (other for other in self.each() if other is not unit and not other.resident)
         return None if unit.resident else next(others, None)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``tensor`` is a view of, or itself."""
+    return tensor if tensor._base is None else tensor._base
 
 
 class InputHooks:
@@ -378,8 +383,12 @@ class Runtime:
         if not unit.resident:
             self._on_inputs.add(unit, list(tensors_in(given)))
         pre_backward = partial(self._pre_backward, unit, self.gathers.updates if unit.trainable else None)
+        others = {id(_whole(tensor)) for tensor in tensors_in(given)}
         for tensor in self._inside.made_by(unit, given, output):
             tensor.register_hook(pre_backward)
+            if (whole := _whole(tensor)).grad_fn is not None and tensor._is_view() and id(whole) not in others:
+                # Whoever changes a view in place takes its node, and the hook, out of the graph, but not the whole's node.
+                whole.grad_fn.register_prehook(pre_backward)
             if not unit.resident:
                 tensor.grad_fn.metadata[MADE_BY] = unit.index  # type: ignore[union-attr, index]
 
