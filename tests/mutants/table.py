@@ -3768,7 +3768,7 @@ MUTANTS = (
         "what-is-around-a-forward-goes-with-it",
         "stale",
         "zerorun/plan/forwards.py",
-        '        if vars(self.module).get("forward") is not self:',
+        "        if vars(self.module).get(self._name) is not self:",
         "        if False:",
         ("tests/ranks/test_direct_calls.py", "-k", "what_is_left"),
     ),
