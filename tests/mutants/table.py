@@ -3746,7 +3746,7 @@ MUTANTS = (
         "zerorun/zero/runtime.py",
         "        self._called = False",
         "        pass",
-        ("tests/ranks/test_direct_calls.py", "-k", "equals_one_process"),
+        ("tests/ranks/test_direct_calls.py", "-k", "leaves_nothing"),
     ),
     Mutant(
         "an-error-counts-as-running",
