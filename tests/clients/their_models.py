@@ -3,7 +3,7 @@
     zerorun --nproc-per-node 2 tests/clients/their_models.py PATH/TO/transformers [--stage 3] [--part 0/12] [llama bert ...]
 
 Each rank gets the same data, so the run of one process is the same. Each line is a model class with "equal", "differs",
-"fails" or "none": there is no reference, because the model cannot be built or run here, or its weights become NaN.
+"fails" or "none": there is no reference, because the model cannot be built or run here, or becomes NaN.
 The folder tests/models of the checkout should belong to the installed version; names that this one lacks are stand-ins.
 "differs" is no more than rounding where nothing but rounding is in a gradient, as before a normalization.
 """
@@ -93,8 +93,8 @@ def reference(model: nn.Module, inputs: dict[str, Any]) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    if not all(torch.isfinite(param).all() for param in model.parameters()):
-        raise ArithmeticError("its weights become NaN")
+    if not all(bool(value.isfinite().all()) for value in (torch.tensor(losses), *model.parameters())):
+        raise ArithmeticError("its loss or weights become NaN")
     return losses
 
 

@@ -300,10 +300,11 @@ def test_a_forward_may_be_redirected_once() -> None:
         assert usual == once == direct
 
 
-def of_another_model() -> str:
-    """What step() says after the backward of a loss that no parameter of the engine is in."""
-    engine = make_engine(CASES["of_the_root"], make_config(3))
-    engine.backward(nn.Linear(4, 1)(torch.ones(1, 4)).sum())
+def unseen(parts: bool, config: dict[str, Any]) -> str:
+    """What step() says after the backward of a loss of parts alone, or one that no parameter of the engine is in."""
+    case = CASES["of_the_root"]
+    engine = make_engine(case, config)
+    engine.backward(case.loss(engine, Place()) if parts else nn.Linear(4, 1)(torch.ones(1, 4)).sum())
     with pytest.raises(StepError) as told:
         engine.step()
     engine.destroy()
@@ -311,7 +312,13 @@ def of_another_model() -> str:
 
 
 def test_a_loss_of_another_model_is_no_backward() -> None:
-    assert all("no gradients since the last step()" in told for told in run_ranks(2, of_another_model))
+    assert all("no gradients since the last step()" in told for told in run_ranks(2, unseen, False, make_config(3)))
+
+
+def test_parts_alone_do_not_wait_for_updates_on_the_host() -> None:
+    """So the weights that they have read may be those of before."""
+    config = make_config(3, zero_optimization={"offload_optimizer": {"device": "cpu"}})
+    assert all("no gradients since the last step()" in told for told in run_ranks(2, unseen, True, config))
 
 
 class Doubled:
@@ -343,6 +350,43 @@ def left_behind(recompute: str) -> list[bool]:
     del blocks[1].forward
     found.append(not any("forward" in vars(part) for part in engine.module.modules()))
     return found
+
+
+def left_by_stage_3() -> list[str]:
+    """What has methods of its own after engines, and whether a class's forward that came later was used meanwhile."""
+    found, case = [], CASES["scored"]
+    for policy in ("none", "full"):
+        engine = make_engine(case, make_config(3, activation_checkpointing={"policy": policy}))
+        run_steps(engine, case, 1)
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            patch.setattr(WithMethods, "forward", lambda self, x: x)
+            block, x = engine.module.blocks[0], torch.ones(1, 6, WIDTH)
+            found += [] if block(x).equal(x) and block.forward(x).equal(x) else ["the class's forward of before"]
+        engine.destroy()
+        found += [name for name, part in engine.module.named_modules() if {"forward", "score", "scaled"} & {*vars(part)}]
+    return found
+
+
+def test_nothing_is_left_by_stage_3() -> None:
+    assert run_ranks(2, left_by_stage_3) == [[], []]
+
+
+def hooked() -> list[float]:
+    """How much more a block gives with a hook of the user's, called as a module and by its forward."""
+    engine = make_engine(CASES["direct"], make_config(3))
+    block, x = engine.module.blocks[0], torch.ones(1, 6, WIDTH)
+    with torch.no_grad():
+        usual = float(block(x).sum())
+        handle = block.register_forward_hook(lambda module, args, output: 2 * output)
+        found = [float(block(x).sum()) / usual, float(block.forward(x).sum()) / usual]
+        handle.remove()
+    engine.destroy()
+    return found
+
+
+def test_hooks_of_the_user_run_as_in_torch() -> None:
+    for found in run_ranks(2, hooked):
+        assert found == [2.0, 1.0]
 
 
 @pytest.mark.parametrize("recompute", ("none", "full"))

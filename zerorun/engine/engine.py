@@ -159,7 +159,8 @@ class Engine(CurvatureTaking):
         with running.inside(ScaledBackward(scale, said, heard=[self.accumulation])):
             scaled = loss * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else loss
             scaled.backward(retain_graph=retain_graph)
-            if self.accumulation.backwards == seen and self.units[0].has_gradient():
+            offloaded = any(unit.placement.optimizer for unit in self.units)  # nobody has waited for updates on the host
+            if self.accumulation.backwards == seen and self.units[0].has_gradient() and not offloaded:
                 # It has met no output of a unit: its loss is of parts of the root unit, called by themselves.
                 self.runtime.complete(ModelPart())
                 self.accumulation.ended()

@@ -84,7 +84,7 @@ from ..zero.offload.host_memory import keep_freed
 from ..zero.outside_step import OutsideStep
 from ..zero.part_sums import PartSums
 from ..zero.pieces import OptimizerPiece, build_pieces
-from ..zero.runtime import Removable, Runtime, UnitForward, refuse_managed
+from ..zero.runtime import Removable, Runtime, refuse_managed
 from ..zero.sharded_model import ShardedModel
 from ..zero.sharded_optimizer import PiecesInFp32, ShardedOptimizer, refuse_new_group
 from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
@@ -246,7 +246,7 @@ def initialize(
         observer,
         owns_topology=owns_topology,
     )
-    runtime.keep([UnitForward(module) for unit in made.units for module in unit.modules])  # around all others
+    runtime.keep(runtime.open_methods())
     show_compilation()
     if wanted.compile.enabled:
         engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)

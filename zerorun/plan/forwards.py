@@ -20,17 +20,23 @@ class ReplacedForward:
 
     def __init__(self, module: nn.Module, name: str = "forward") -> None:
         self.module, self._name = module, name
-        self.inner: Callable[..., Any] = getattr(module, name)
-        functools.update_wrapper(self, self.inner, updated=())
-        self._had = name in vars(module)  # one of its own, not its class's
-        setattr(module, name, self)
+        functools.update_wrapper(self, getattr(module, name), updated=())
+        self._had = vars(module).get(name)  # of its own, or compiled; None: its class's
+        module.__dict__[name] = self  # a class may refuse other attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 
+    @property
+    def inner(self) -> Callable[..., Any]:
+        """What was there. A class may be given another method meanwhile."""
+        if self._had is not None:
+            return self._had  # type: ignore[no-any-return]
+        return getattr(type(self.module), self._name).__get__(self.module)  # type: ignore[no-any-return]
+
     def compile(self, **options: Any) -> None:
         """Compile ``inner`` with torch.compile. What this class does stays outside of the graph."""
-        self.inner = compiled(self.inner, **options)
+        self._had = compiled(self.inner, **options)
 
     def remove(self) -> None:
         """Give the module its forward back. If that has been compiled meanwhile, it stays compiled.
@@ -39,13 +45,13 @@ class ReplacedForward:
         """
         if vars(self.module).get(self._name) is not self:
             return
-        if self._had or getattr(self.inner, "__func__", None) is not getattr(type(self.module), self._name):
-            setattr(self.module, self._name, self.inner)
+        if self._had is not None:
+            self.module.__dict__[self._name] = self._had
         else:
-            delattr(self.module, self._name)
+            del self.module.__dict__[self._name]
 
-    def __reduce__(self) -> Any:
-        return _itself, (self.inner,)  # copies and pickles of a layer are those of an ordinary one
+    def __reduce__(self) -> Any:  # copies and pickles of a layer are those of an ordinary one
+        return (_itself, (self._had,)) if self._had is not None else (getattr, (self.module, self._name))
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -107,43 +107,8 @@ class _ForwardHook(ModuleHook, partial[Any]):
     """A method of a runtime, with its unit, as a hook on a module."""
 
 
-class UnitForward(ReplacedForward):
-    """The forward of a unit's module, around all others: ``module.forward(x)`` is ``module(x)``, and runs the hooks.
-
-    Some models call their layers so. The weights would be placeholders there.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self._called = False  # by the module itself, whose hooks are running
-        self._depth = 0  # of calls that are running
-        note, forget = _ForwardHook(self._note_call, True), _ForwardHook(self._note_call, False)
-        # Lightning puts another forward in this one's place for one call, in which this one may never be called.
-        self._notes = module.register_forward_pre_hook(note, prepend=True), module.register_forward_hook(forget)
-
-    def _note_call(self, called: bool, *unused: Any) -> None:
-        self._called = called
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._called and not self._depth:
-            return self.module(*args, **kwargs)
-        self._called = False
-        self._depth += 1
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            self._depth -= 1
-
-    def remove(self) -> None:
-        """Give the module its forward back."""
-        super().remove()
-        for note in self._notes:
-            note.remove()
-        self._depth += 1  # for those who have kept this one: there are no hooks to run any more
-
-
 class UnitMethod(ReplacedForward):
-    """Another method of a unit's module, which has the weights as its forward has.
+    """The forward of a unit's module, or another method, which has the weights even if it is called by itself.
 
     ``hooks``: what runs before and after the module's forward, and after it in any case. ``runs``: whether the unit runs.
     """
@@ -328,13 +293,18 @@ class Runtime:
     def _install_hooks(self) -> Iterator[Removable]:
         for unit in self.units:
             for module in unit.modules:
-                hooks = [_ForwardHook(what, unit) for what in (self._pre_forward, self._post_forward, self._after_any)]
-                enter, leave, after = hooks
+                enter, leave = _ForwardHook(self._pre_forward, unit), _ForwardHook(self._post_forward, unit)
                 yield module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                 yield module.register_forward_hook(leave, with_kwargs=True)
                 if self.plan.shares_params:
-                    yield module.register_forward_hook(after, always_call=True)
-                for name in () if unit.resident else methods_with_parts(module):
+                    yield module.register_forward_hook(_ForwardHook(self._after_any, unit), always_call=True)
+
+    def open_methods(self) -> Iterator[Removable]:
+        """Let methods of units' modules that are called by themselves have the weights: around all other forwards."""
+        for unit in self.units:
+            hooks = [_ForwardHook(what, unit) for what in (self._pre_forward, self._post_forward, self._after_any)]
+            for module in () if unit.resident else unit.modules:
+                for name in ("forward", *methods_with_parts(module)):
                     yield UnitMethod(module, name, hooks, partial(self._inside.has, unit))
 
     def keep(self, handles: Iterable[Removable]) -> None:
@@ -412,11 +382,12 @@ class Runtime:
 
     def _leaving(self, trace: ExecutionTrace) -> Callable[[Unit], None] | None:
         """What to call for each unit that a pass leaves: in a backward, unless held, its gradients are complete then."""
-        return self._leave if trace is self._backward and not self._part.held else None
 
-    def _leave(self, unit: Unit) -> None:
-        if self._part.has(unit):  # the agreed order has the units of other parts, too
-            self.reducer.leave(unit)
+        def leave(unit: Unit) -> None:
+            if self._part.has(unit):  # the agreed order has the units of other parts, too
+                self.reducer.leave(unit)
+
+        return leave if trace is self._backward and not self._part.held else None
 
     def _recover(self) -> None:
         """Forget a forward or backward that ended in an exception which the program has caught."""
