@@ -159,8 +159,8 @@ class Engine(CurvatureTaking):
         with running.inside(ScaledBackward(scale, said, heard=[self.accumulation])):
             scaled = loss * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else loss
             scaled.backward(retain_graph=retain_graph)
-            offloaded = any(unit.placement.optimizer for unit in self.units)  # nobody has waited for updates on the host
-            if self.accumulation.backwards == seen and self.units[0].has_gradient() and not offloaded:
+            unseen = self.accumulation.backwards == seen and self.units[0].has_gradient()
+            if unseen and not any(unit.placement.optimizer for unit in self.units):  # updates on the host go on, unwaited
                 # It has met no output of a unit: its loss is of parts of the root unit, called by themselves.
                 self.runtime.complete(ModelPart())
                 self.accumulation.ended()

@@ -121,16 +121,17 @@ class UnitMethod(ReplacedForward):
         self._runs = runs
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = self._had or getattr(type(self.module), self._name).__get__(self.module)
         if torch.compiler.is_compiling() or self._runs():
-            return self.inner(*args, **kwargs)
-        return self.run(args, kwargs)
+            return own(*args, **kwargs)
+        return self.run(own, args, kwargs)
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the method as a forward of the unit."""
+    def run(self, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the method ``own`` as a forward of the unit."""
         output = None
         try:
             self._enter(self.module, args, kwargs)
-            output = self.inner(*args, **kwargs)
+            output = own(*args, **kwargs)
             self._leave(self.module, args, kwargs, output)
         finally:
             self._after(self.module, args, output)
