@@ -1,4 +1,4 @@
-"""``layer.forward(x)`` is ``layer(x)``, other methods have the weights, and the model is left as it was."""
+"""``layer.forward(x)`` and other methods have the weights as ``layer(x)`` has, and the model is left as it was."""
 
 from __future__ import annotations
 

@@ -185,15 +185,8 @@ def trained(form: str, stage: int, recompute: bool) -> float:
     return found
 
 
-CHANGE_THEIR_INPUT = (
-    "a dict",
-    "a list",
-    "fields",
-    "nothing",
-    "in place",
-    "a cache",
-    "a view",
-)  # from which torch cannot recompute
+# From which torch cannot recompute.
+CHANGE_THEIR_INPUT = ("a dict", "a list", "fields", "nothing", "in place", "a cache", "a view")
 ROWS = [(form, stage, False) for form in FORMS for stage in (2, 3)]
 ROWS += [(form, stage, True) for form in FORMS for stage in (2, 3) if form not in CHANGE_THEIR_INPUT]
 

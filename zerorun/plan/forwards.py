@@ -61,12 +61,10 @@ def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
 def methods_with_parts(module: nn.Module) -> list[str]:
     """Return the names of public methods besides ``forward`` whose code names a parameter or a module of ``module``."""
     parts, found = {*module._parameters, *module._modules}, []
-    for name in dir(type(module)):
+    for name in sorted({*dir(type(module))}.difference(dir(nn.Module), vars(module))):
         method = inspect.getattr_static(type(module), name)
-        known = name == "forward" or name.startswith("_") or hasattr(nn.Module, name) or name in vars(module)
-        if known or not isinstance(method, FunctionType) or method.__code__.co_flags & _SUSPENDED:
-            continue
-        if not parts.isdisjoint(method.__code__.co_names):
+        plain = isinstance(method, FunctionType) and not method.__code__.co_flags & _SUSPENDED
+        if plain and not name.startswith("_") and not parts.isdisjoint(method.__code__.co_names):
             found.append(name)
     return found
 

@@ -219,9 +219,9 @@ class RunningForwards:
         return None if unit.resident else next(others, None)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that ``tensor`` is a view of, or itself."""
-    return tensor if tensor._base is None else tensor._base
+def _has(tensors: Iterable[torch.Tensor], whole: torch.Tensor) -> bool:
+    """True if ``whole``, or a view of it, is among ``tensors``."""
+    return any(tensor is whole or tensor._base is whole for tensor in tensors)
 
 
 class InputHooks:
@@ -298,15 +298,15 @@ class Runtime:
                 yield module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                 yield module.register_forward_hook(leave, with_kwargs=True)
                 if self.plan.shares_params:
-                    yield module.register_forward_hook(_ForwardHook(self._after_any, unit), always_call=True)
+                    yield module.register_forward_hook(_ForwardHook(self._after_any), always_call=True)
 
     def open_methods(self) -> Iterator[Removable]:
         """Let methods of units' modules that are called by themselves have the weights: around all other forwards."""
-        for unit in self.units:
-            hooks = [_ForwardHook(what, unit) for what in (self._pre_forward, self._post_forward, self._after_any)]
-            for module in () if unit.resident else unit.modules:
+        for unit in (unit for unit in self.units if not unit.resident):
+            around = _ForwardHook(self._pre_forward, unit), _ForwardHook(self._post_forward, unit)
+            for module in unit.modules:
                 for name in ("forward", *methods_with_parts(module)):
-                    yield UnitMethod(module, name, hooks, partial(self._inside.has, unit))
+                    yield UnitMethod(module, name, (*around, self._after_any), partial(self._inside.has, unit))
 
     def keep(self, handles: Iterable[Removable]) -> None:
         """Take care of further ``handles``: they are removed with the hooks."""
@@ -345,19 +345,20 @@ class Runtime:
         if torch.is_grad_enabled():
             self._hook_outputs(unit, (args, kwargs), output)
 
-    def _after_any(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _after_any(self, module: nn.Module, args: Any, output: Any) -> None:
         """End the watch with the outermost forward, even if that raises."""
         if self.reads.is_watching and not self._inside.on_the_stack():
             self.reads.end()
 
     def _hook_outputs(self, unit: Unit, given: Any, output: Any) -> None:
+        inputs = list(tensors_in(given))
         if not unit.resident:
-            self._on_inputs.add(unit, list(tensors_in(given)))
+            self._on_inputs.add(unit, inputs)
         pre_backward = partial(self._pre_backward, unit, self.gathers.updates if unit.trainable else None)
-        others = {id(_whole(tensor)) for tensor in tensors_in(given)}
         for tensor in self._inside.made_by(unit, given, output):
             tensor.register_hook(pre_backward)
-            if (whole := _whole(tensor)).grad_fn is not None and tensor._is_view() and id(whole) not in others:
+            whole = tensor._base
+            if whole is not None and whole.grad_fn is not None and not _has(inputs, whole):
                 # Whoever changes a view in place takes its node, and the hook, out of the graph, but not the whole's node.
                 whole.grad_fn.register_prehook(pre_backward)
             if not unit.resident:
