@@ -693,14 +693,6 @@ MUTANTS = (
         ("tests/unit/test_block_codes.py::test_the_mean_error_of_rounding_by_chance_is_0",),
     ),
     Mutant(
-        "codes-on-their-way-are-given-back",
-        "wait",
-        "zerorun/distributed/transport/coded_sum.py",
-        "        self._moving = sent, received",
-        "        self._moving = received, received",
-        ("tests/ranks/test_coded_sums.py::test_codes_have_no_races",),
-    ),
-    Mutant(
         "no-second-hop",
         "swallowed",
         "zerorun/distributed/transport/coded_sum.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -218,11 +219,24 @@ def test_gradients_and_counts_stay(stage: int, place: str, plain: bool) -> None:
         assert counts[0] == counts[1] and counts[2] == counts[3]
 
 
-def train_by_signs(stage: int, curvature: bool) -> reference.Result:
-    """With a rho of 0 the curvature does not count, so that all else must be the same bits."""
+def train_by_signs(stage: int, curvature: bool, late: bool = False) -> reference.Result:
+    """With a rho of 0 the curvature does not count, so that all else must be the same bits.
+
+    ``late``: the last rank is slow to read what the others have for it.
+    """
     config = sophia_config(stage, 2)
     config["optimizer"]["params"]["rho"] = 0.0
     engine, result, case = make_engine(CASES["unused_alternating"], config), reference.Result(), CASES["unused_alternating"]
+    memory = engine.comm.dense.shard.memory
+    assert memory is not None
+    read = memory.read_tensor
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.01)
+        read(*arguments)
+
+    if late and dist.get_rank() == dist.get_world_size() - 1:
+        memory.read_tensor = slowly  # type: ignore[method-assign]
     for step in range(3):
         for micro in range(2):
             loss = case.loss(engine, Place(dist.get_rank(), step, micro))
@@ -237,7 +251,7 @@ def train_by_signs(stage: int, curvature: bool) -> reference.Result:
 
 
 def both_ways(stage: int) -> list[reference.Result]:
-    return [train_by_signs(stage, curvature) for curvature in (False, True)]
+    return [train_by_signs(stage, curvature, late=curvature) for curvature in (False, True)]
 
 
 @pytest.mark.parametrize("stage", by_day((0, 1, 2, 3), 0, 1, 3))

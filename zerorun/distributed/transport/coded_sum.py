@@ -159,7 +159,7 @@ class _Exchange:
         self._chunks, self._place = hop_view(chunks, hop, transport.rank), hop.place(transport.rank)
         self._residual = codes.residual if hop.feeds_back else None
         self._buffers: list[torch.Tensor] = []
-        self._moving: tuple[torch.Tensor, ...] = ()  # what is sent, and what comes: alive until the exchange is over
+        self._received = torch.empty(0)  # [peers, parts, bytes]
 
     def begin(self) -> Pending:
         """Send each peer the codes of what this rank has for it, and for those that it passes on to."""
@@ -173,8 +173,8 @@ class _Exchange:
         for number, peer in enumerate(peer for peer in hop.peers(rank) if peer != rank):
             for messages, table in zip(lists, (sent, received), strict=True):
                 messages[peer] = table[number].view(-1)
-        self._moving = sent, received
-        return self._transport.all_to_all(lists[0], lists[1], self._label)
+        self._received = received
+        return self._transport.all_to_all(lists[0], lists[1], self._label)  # which keeps what is sent until it is over
 
     def _encode(self, these: slice, peers: slice, sent: torch.Tensor) -> None:
         """Code ``these`` chunks, for ``peers``, see [Note: error feedback]."""
@@ -190,11 +190,11 @@ class _Exchange:
 
     def end(self) -> None:
         """Add what the peers have sent, in the order of ranks."""
-        for message in self._moving[1]:
+        for message in self._received:
             add_decoded(message, self._chunks[self._place], self._hop.bits)
         for buffer in self._buffers:
             self._transport.statistics.pool.give(buffer)
-        self._buffers, self._moving = [], ()
+        self._buffers, self._received = [], torch.empty(0)
 
     def _empty(self, size: int) -> torch.Tensor:
         """[size] uint8. In host memory it is used again and again."""
