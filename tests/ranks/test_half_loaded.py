@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from torch import nn
 from training import make_config
@@ -170,6 +172,71 @@ def fail_on_one(folder: str) -> None:
 
 def test_what_one_rank_cannot_load_fails_all(tmp_path: Path) -> None:
     run_ranks(2, fail_on_one, str(tmp_path))
+
+
+class Thawed(Layers):
+    """All of it is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(True)
+
+
+def load_thawed(folder: str, stage: int) -> list[Any]:
+    """What is refused, by name; then the steps that moments have taken, by group of layers."""
+    engine = make(0, make_config(stage))
+    train(engine, 0, 3)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = make(5, make_config(stage), Thawed)
+    before = engine.state_dict()
+    with pytest.raises(
+        CheckpointError, match=r"has no optimizer state, since they were frozen .* 'base\.weight', 'base\.bias'"
+    ):
+        engine.load_checkpoint(folder)
+    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    with pytest.raises(CheckpointError, match=r"when it was saved, for 'base\.bias'\. Remedy"):
+        engine.load_checkpoint(folder, allow_missing=["base.weight"])
+    engine.load_checkpoint(folder, allow_missing=["base.*"])
+    losses = train(engine, 3, 2)
+    engine.load_checkpoint(folder, load_optimizer=False)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("stage", by_day((0, 2, 3), 3))
+def test_moments_of_what_was_frozen_begin_afresh_only_if_asked(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, load_thawed, str(tmp_path), stage)
+
+
+def other_schedule(folder: str, kinds: list[str]) -> None:
+    """Neither schedule goes on from the state of the other, and the engine trains on after the error."""
+    for kind, tag in zip(kinds, ("before", None), strict=True):
+        warmup = {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}
+        if kind == "warmup":
+            engine = make(0, make_config(1, scheduler=warmup))
+        else:
+            engine = make(0, make_config(1), lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100))
+        if tag is not None:
+            train(engine, 0, 3)
+            engine.save_checkpoint(folder, tag)
+            engine.load_checkpoint(folder)
+            engine.destroy()
+    rate = engine.get_lr()
+    with pytest.raises(CheckpointError, match=r"another kind of schedule than this run's .* load_scheduler=False"):
+        engine.load_checkpoint(folder)
+    train(engine, 0, 1)
+    for allowed in ({"load_scheduler": False}, {"allow_missing": ["scheduler"]}):
+        engine.load_checkpoint(folder, **allowed)  # type: ignore[arg-type]
+        assert engine.global_steps == 3
+    train(engine, 3, 1)
+    assert engine.get_lr() != rate
+    engine.destroy()
+
+
+@pytest.mark.parametrize("kinds", (["cosine", "warmup"], ["warmup", "cosine"]))
+def test_a_schedule_of_another_kind_is_refused_before_anything_changes(kinds: list[str], tmp_path: Path) -> None:
+    run_ranks(2, other_schedule, str(tmp_path), kinds)
 
 
 def samples(count: int) -> list[torch.Tensor]:

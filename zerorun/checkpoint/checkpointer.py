@@ -343,6 +343,8 @@ class Checkpointer:
         ranks.agree(attempt(lambda: self._refuse_strange_values(reader.path, manifest, tensors))[1])
         fits, problem = attempt(lambda: wanted.weights_only or self._position_fits(reader, wanted, tensors))
         fits = all(ranks.gather_unless(problem, fits))
+        schedule_fits, problem = attempt(lambda: wanted.weights_only or self._schedule_fits(reader, wanted, tensors))
+        schedule_fits = all(ranks.gather_unless(problem, schedule_fits))
         prepared, trains = None, any(ranks.gather(self.subject.optimizer is not None))  # a stage may have nothing to train
         if wanted.optimizer and not wanted.weights_only and trains:
             prepared = loader.prepare_optimizer(ranks, tensors)
@@ -357,7 +359,10 @@ class Checkpointer:
         if wanted.weights_only:
             return client_state
         with half_loaded.loading(reader.path, "counters and schedule"):
-            found, problem = attempt(lambda: _restore_counters(self.run, manifest, wanted, tensors))
+            with_schedule = wanted.scheduler and schedule_fits
+            found, problem = attempt(
+                lambda: _restore_counters(self.run, manifest, wanted, tensors, with_schedule=with_schedule)
+            )
             ranks.agree(problem)
             lines += found or []
             if wanted.optimizer:
@@ -429,6 +434,29 @@ class Checkpointer:
             return False
         return True
 
+    def _schedule_fits(self, reader: Reader, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> bool:
+        """False if the schedule begins anew, because it is of another kind, and ``wanted`` allows that.
+
+        Otherwise raises CheckpointError. Schedules take any state, and some would go on from the beginning with it.
+        """
+        manifest, schedule = reader.manifest, self.run.lr_scheduler
+        if manifest is None or schedule is None or manifest.scheduler is None or not wanted.scheduler:
+            return True
+        stored, live = (_public(state) for state in (decode(manifest.scheduler, tensors), schedule.state_dict()))
+        if stored <= live or live <= stored:  # one version of a schedule may have more than another
+            return True
+        what = (
+            f"{reader.path} has the state of another kind of schedule than this run's {type(schedule).__name__}: it has "
+            f"{listed(sorted(stored - live))}, and lacks {listed(sorted(live - stored))}."
+        )
+        if not wanted.allows("scheduler"):
+            raise CheckpointError(
+                f"{what} Remedy: use the same schedule, or pass load_scheduler=False if it may start from the beginning."
+            )
+        if is_rank_zero():
+            logger.warning("%s It begins anew.", what)
+        return False
+
     def _place_in(self, manifest: Manifest, states: Sequence[Any]) -> int:
         """The index of this rank's state in ``states``, one per rank that saved; 0 if the ranks were laid out otherwise."""
         return self.subject.topology.rank if _is_by_rank(self.subject.topology, manifest, states) else 0
@@ -458,11 +486,18 @@ def _is_by_rank(topology: Topology, manifest: Manifest, states: Sequence[Any]) -
     return same and len(states) == topology.world_size
 
 
-def _restore_counters(run: TrainingRun, manifest: Manifest, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> list[str]:
+def _public(state: Any) -> set[str]:
+    """The names in the state of a schedule, without private ones."""
+    return {name for name in state if isinstance(name, str) and not name.startswith("_")}
+
+
+def _restore_counters(
+    run: TrainingRun, manifest: Manifest, wanted: Wanted, tensors: dict[str, torch.Tensor], *, with_schedule: bool
+) -> list[str]:
     """Restore the counters, the schedule and the loss scale. Return what was restored beside the counters, in words."""
     lines = []
     run.set_counters({name: manifest.counters[name] for name in run.counters() if name in manifest.counters})
-    if wanted.scheduler and run.lr_scheduler is not None and manifest.scheduler is not None:
+    if with_schedule and run.lr_scheduler is not None and manifest.scheduler is not None:
         run.lr_scheduler.load_state_dict(decode(manifest.scheduler, tensors))
         lines.append("schedule")
     if manifest.loss_scale is not None and run.config.scales_loss and wanted.optimizer:

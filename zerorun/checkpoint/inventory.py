@@ -257,7 +257,6 @@ class Inventory:
     def weights(self, *, frozen: bool = True) -> Iterator[TensorPart]:
         """The weights and masters that this rank holds; only those of trainable parameters, unless ``frozen``."""
         self.subject.model.make_ready()
-        runs = {}
         for name, home in self.homes.items():
             flat_group = home.flat_group
             if 0 in home.shape:  # it has no elements, so no shard has a part of it
@@ -265,9 +264,7 @@ class Inventory:
             elif home.numel == 0:  # other tensor-parallel ranks have all of it
                 continue
             elif flat_group.trainable:
-                if id(flat_group) not in runs:
-                    runs[id(flat_group)] = {run.entry: run for run in flat_group.plan.owned_runs()}
-                yield from _trainable_parts(name, home, runs[id(flat_group)].get(home.entry))
+                yield from _trainable_parts(name, home)
             elif frozen:
                 yield from frozen_parts(name, home)
         if frozen:
@@ -334,9 +331,9 @@ def refuse_state_name(key: object, *, of_tensor: bool = False) -> None:
     )
 
 
-def _trainable_parts(name: str, home: SavedParameter, run: ParameterRun | None) -> Iterator[TensorPart]:
+def _trainable_parts(name: str, home: SavedParameter) -> Iterator[TensorPart]:
     """The master elements that this rank updates, and the weights if those cannot be computed from the master."""
-    flat_group = home.flat_group
+    flat_group, run = home.flat_group, home.flat_group.plan.owned_run(home.entry)
     if run is None:
         return
     assert flat_group.master is not None
@@ -360,10 +357,10 @@ def frozen_parts(name: str, home: SavedParameter) -> Iterator[TensorPart]:
     if flat_group.plan.resident:
         yield TensorPart(MODEL, name, 0, home.part_of_full(flat_group.full), home.shape, home.shard)
         return
-    for piece in flat_group.plan.shard_pieces:
-        if piece.entry == home.entry:
-            part = flat_group.shard[piece.shard_start : piece.shard_start + piece.numel]
-            yield TensorPart(MODEL, name, piece.start, part, home.shape, home.shard)
+    piece = flat_group.plan.shard_piece(home.entry)
+    if piece is not None:
+        part = flat_group.shard[piece.shard_start : piece.shard_start + piece.numel]
+        yield TensorPart(MODEL, name, piece.start, part, home.shape, home.shard)
 
 
 def ranges_of(optimizer: torch.optim.Optimizer, piece: OptimizerPiece, key: str) -> tuple[StateRange, ...] | None:

@@ -229,21 +229,21 @@ class ModelLoader:
             return
         if isinstance(flat_group, TrainedGroup):
             source = MASTER if stored in self.reader.places(MASTER) else MODEL
-            for run in flat_group.plan.owned_runs():
-                if run.entry == home.entry:
-                    out = flat_group.master[run.offset : run.offset + run.numel]
-                    if flat_group.rest is not None:
-                        out = torch.empty(run.numel)
-                        self._conversions.append(partial(flat_group.keep_exact, out, run.offset))
-                    yield Read(source, stored, run.start, out, shard)
+            run = flat_group.plan.owned_run(home.entry)
+            if run is not None:
+                out = flat_group.master[run.offset : run.offset + run.numel]
+                if flat_group.rest is not None:
+                    out = torch.empty(run.numel)
+                    self._conversions.append(partial(flat_group.keep_exact, out, run.offset))
+                yield Read(source, stored, run.start, out, shard)
         if not flat_group.trainable or flat_group.dtype == torch.float64:
             if flat_group.plan.resident:
                 yield Read(MODEL, stored, 0, home.part_of_full(flat_group.full), shard)
                 return
-            for piece in flat_group.plan.shard_pieces:
-                if piece.entry == home.entry:
-                    part = flat_group.shard[piece.shard_start : piece.shard_start + piece.numel]
-                    yield Read(MODEL, stored, piece.start, part, shard)
+            piece = flat_group.plan.shard_piece(home.entry)
+            if piece is not None:
+                part = flat_group.shard[piece.shard_start : piece.shard_start + piece.numel]
+                yield Read(MODEL, stored, piece.start, part, shard)
 
     def load_residuals(self, ranks: Ranks, topology: Topology) -> list[str]:
         """Go on with what coding had left out of gradients, if these are the ranks that sent them. Collective.
@@ -365,12 +365,17 @@ class ModelLoader:
     def _compare_groups(self, described: dict[str, Any], groups: dict[str, int]) -> None:
         """Raise CheckpointError if a parameter is in another group than it was: it would get the hyperparameters of others.
 
-        A schedule has a state for each group, by its number. So they are not put in another order.
+        A schedule has a state for each group, by its number. So they are not put in another order. One that was in none was
+        frozen, and has no state: that must be allowed.
         """
         manifest = self.reader.manifest
         there = {name: entry["group"] for name, entry in manifest.parameters.items()} if manifest else {}
+        thawed: list[str] = []
         for name in self.model.shapes:
-            group, stored = groups.get(name), there.get(self.find(name) or name)
+            known = self.find(name) or name
+            group, stored = groups.get(name), there.get(known)
+            if group is not None and stored is None and known in there:
+                thawed.append(name)
             if None not in (group, stored) and stored != group:
                 raise CheckpointError(
                     f"{self.reader.path} has {name!r} in parameter group {stored}, and this run's optimizer in group "
@@ -378,6 +383,18 @@ class ModelLoader:
                     f"same parameters, in the same order (it has {_kept(described, stored)} in group {stored}), or pass "
                     "load_optimizer=False."
                 )
+        self._begin_afresh(thawed)
+
+    def _begin_afresh(self, thawed: list[str]) -> None:
+        """Say that ``thawed``, parameters that were frozen, have no state; raise CheckpointError unless that is allowed."""
+        refused = [repr(name) for name in thawed if not self.wanted.allows(name)]
+        if refused and not self.wanted.allows("optimizer"):
+            remedy = "pass allow_missing=[...] with names or patterns if their moments may begin afresh."
+            what = "has no optimizer state, since they were frozen when it was saved, for"
+            raise _misfit(self.reader, what, refused, remedy)
+        if thawed and is_rank_zero():
+            shown = listed([repr(name) for name in thawed])
+            logger.warning("%s: moments begin afresh for what was frozen when it was saved: %s.", self.reader.path, shown)
 
     def _signature(
         self, piece: OptimizerPiece, run: ParameterRun, keys: list[str], scalars: dict[str, dict[str, Any]]

@@ -92,13 +92,14 @@ class Layout:
 
     def pieces(self, rank: int) -> list[Piece]:
         """Return the pieces that rank ``rank`` owns, in the order of the flat buffer."""
-        low, high = self.bounds[rank], self.bounds[rank + 1]
-        found = []
-        for index, entry in enumerate(self.entries):
-            start, end = max(entry.offset, low), min(entry.end, high)
-            if start < end:
-                found.append(Piece(index, start - entry.offset, start - low, end - start))
-        return found
+        found = (self.piece(index, rank) for index in range(len(self.entries)))
+        return [piece for piece in found if piece is not None]
+
+    def piece(self, index: int, rank: int) -> Piece | None:
+        """Return the piece of ``entries[index]`` that rank ``rank`` owns; None if it has none."""
+        entry, low = self.entries[index], self.bounds[rank]
+        start, end = max(entry.offset, low), min(entry.end, self.bounds[rank + 1])
+        return Piece(index, start - entry.offset, start - low, end - start) if start < end else None
 
 
 def _align(numel: int, quantum: int = ALIGNMENT) -> int:

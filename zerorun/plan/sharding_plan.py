@@ -222,15 +222,26 @@ class FlatGroupPlan:
         """The parts of parameters that are in this rank's shard."""
         return self.layout.pieces(self.shard_rank)
 
+    def shard_piece(self, entry: int) -> Piece | None:
+        """Return the part of parameter ``entry`` that is in this rank's shard; None if it has none."""
+        return self.layout.piece(entry, self.shard_rank)
+
     def own_bytes(self, tensor: str) -> int:
         """Return the bytes that this rank allocates for ``tensor``."""
         return sum(buffer.bytes for buffer in self.buffers if buffer.tensor == tensor)
 
     def owned_runs(self) -> list[ParameterRun]:
         """Return the runs that this rank updates, with ``offset`` counted from the beginning of its owned range."""
+        found = (self.owned_run(entry) for entry in range(len(self.layout.entries)))
+        return [run for run in found if run is not None]
+
+    def owned_run(self, entry: int) -> ParameterRun | None:
+        """Return the run of parameter ``entry`` that this rank updates; None if it updates nothing of it."""
         if self.owns_everything:
-            return [ParameterRun(index, 0, entry.offset, entry.numel) for index, entry in enumerate(self.layout.entries)]
-        return [ParameterRun(p.entry, p.start, p.shard_start, p.numel) for p in self.shard_pieces]
+            place = self.layout.entries[entry]
+            return ParameterRun(entry, 0, place.offset, place.numel)
+        piece = self.shard_piece(entry)
+        return None if piece is None else ParameterRun(entry, piece.start, piece.shard_start, piece.numel)
 
     def pieces(self, *, whole: bool, parts: bool = False) -> Iterator[PiecePlan]:
         """Yield the tensors that the optimizer gets; with ``whole``, one for each parameter, in its own shape.

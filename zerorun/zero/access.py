@@ -170,10 +170,10 @@ def store_owned(flat_group: FlatGroup, entry: int, owned: torch.Tensor, value: t
         place = flat_group.layout.entries[entry]
         owned[place.offset : place.end].copy_(flat)
         return
-    for piece in flat_group.layout.pieces(flat_group.plan.shard_rank):
-        if piece.entry == entry:
-            part = flat[piece.start : piece.start + piece.numel]
-            owned[piece.shard_start : piece.shard_start + piece.numel].copy_(part)
+    piece = flat_group.plan.shard_piece(entry)
+    if piece is not None:
+        part = flat[piece.start : piece.start + piece.numel]
+        owned[piece.shard_start : piece.shard_start + piece.numel].copy_(part)
 
 
 def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor, *, exactly: bool) -> None:
@@ -199,9 +199,9 @@ def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor,
 
 def keep_owned(home: ParameterHome, flat_group: TrainedGroup, values: torch.Tensor) -> None:
     """Let the master at ``home`` have what ``values`` [owned] have for it; they may be ``exact`` itself."""
-    for run in flat_group.plan.owned_runs():
-        if run.entry == home.entry:
-            flat_group.keep_exact(values[run.offset : run.offset + run.numel], run.offset)
+    run = flat_group.plan.owned_run(home.entry)
+    if run is not None:
+        flat_group.keep_exact(values[run.offset : run.offset + run.numel], run.offset)
 
 
 class GatheredParameters:
@@ -487,10 +487,8 @@ def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tenso
 
 def owned_part(home: ParameterHome, owned: torch.Tensor) -> torch.Tensor:
     """Return a view of the part of ``owned`` [owned] that belongs to the parameter at ``home``, flat and maybe empty."""
-    for run in home.flat_group.plan.owned_runs():
-        if run.entry == home.entry:
-            return owned[run.offset : run.offset + run.numel]
-    return owned[:0]
+    run = home.flat_group.plan.owned_run(home.entry)
+    return owned[:0] if run is None else owned[run.offset : run.offset + run.numel]
 
 
 def owned_state(model: ShardedModel, flat_group: FlatGroup, key: str) -> tuple[torch.Tensor, bool]:

@@ -417,10 +417,10 @@ def take_weight(flat_group: TrainedGroup, entry: int, value: torch.Tensor, befor
     ``before``: what it was, if ``value`` is in the place of the master already.
     """
     new, old = value.reshape(-1), None if before is None else before.reshape(-1)
-    for run in flat_group.plan.owned_runs():
-        if run.entry == entry:
-            place, part = slice(run.offset, run.offset + run.numel), slice(run.start, run.start + run.numel)
-            _take_changed(flat_group, place, new[part], None if old is None else old[part])
+    run = flat_group.plan.owned_run(entry)
+    if run is not None:
+        place, part = slice(run.offset, run.offset + run.numel), slice(run.start, run.start + run.numel)
+        _take_changed(flat_group, place, new[part], None if old is None else old[part])
 
 
 def _take_changed(flat_group: TrainedGroup, place: slice, new: torch.Tensor, before: torch.Tensor | None) -> None:

@@ -42,8 +42,7 @@ class MatrixUpdates:
         self._exchange, self._optimizer, self._units, self._transport = exchange, optimizer, units, transport
         groups = [flat_group for unit in units for flat_group in unit.trainable]
         self._group_of = [groups[matrix.group] for matrix in exchange.matrices]
-        runs = {id(group): {run.entry: run for run in group.plan.owned_runs()} for group in groups}
-        self._runs = [runs[id(g)].get(m.entry) for g, m in zip(self._group_of, exchange.matrices, strict=True)]
+        self._runs = [g.plan.owned_run(m.entry) for g, m in zip(self._group_of, exchange.matrices, strict=True)]
         here = [plan.part(plan.trainable[matrix.group], matrix.entry) for matrix in exchange.matrices]
         self._held: list[list[Part]] = transport.values(here) if exchange.size > 1 else [here]
         # For each turn: what this rank has of the matrices of each owner, and what each rank has of this one's.
