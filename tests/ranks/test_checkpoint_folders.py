@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
@@ -13,6 +15,8 @@ from torch import nn
 from training import make_config
 
 import zerorun
+from zerorun.checkpoint import checkpointer
+from zerorun.errors import CheckpointError
 
 
 def make(**changes: Any) -> zerorun.Engine:
@@ -43,6 +47,39 @@ def keep_two(folder: str) -> tuple[list[str], Any]:
 def test_keep_last_spares_what_is_saved_beside_the_latest(tmp_path: Path) -> None:
     for found in run_ranks(2, keep_two, str(tmp_path)):
         assert found == (["best", "global_step3", "latest", "probe"], {})
+
+
+def move_between_hosts(folder: str, asynchronous: bool) -> list[Any]:
+    """What is there after saves by clocks of which the first is ahead, and what loads without a tag give."""
+    section = {"dir": folder, "every_steps": 1, "keep_last": 2, "asynchronous": asynchronous}
+    ahead = (datetime.now(timezone.utc) + timedelta(minutes=10)).isoformat(timespec="microseconds")
+    engine, loaded = make(checkpoint=section), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointer, "now", lambda: ahead)
+        train(engine, 2)
+        engine.wait_for_checkpoint()
+    train(engine, 2)
+    loaded.append(engine.resume()[0])
+    train(engine, 1)
+    engine.wait_for_checkpoint()
+    there = sorted(path.name for path in Path(folder).iterdir())
+
+    def be_killed(point: str) -> None:
+        if point == "latest":
+            raise OSError("killed")
+
+    engine.checkpointer.check_point = be_killed
+    with pytest.raises(CheckpointError, match="killed"):
+        engine.save_checkpoint(folder, "killed")
+    loaded.append(engine.load_checkpoint(folder)[0])
+    engine.destroy()
+    return [there, *(path and path.name for path in loaded)]
+
+
+@pytest.mark.parametrize("asynchronous", (False, True))
+def test_a_clock_that_was_ahead_hides_no_checkpoint(asynchronous: bool, tmp_path: Path) -> None:
+    for found in run_ranks(2, move_between_hosts, str(tmp_path), asynchronous):
+        assert found == [["global_step4", "global_step5", "latest"], "global_step4", "killed"]
 
 
 def change_folder(folder: str) -> list[str]:

@@ -277,6 +277,29 @@ def test_a_checkpoint_goes_on_with_other_data_only_if_asked(tmp_path: Path) -> N
         assert torch.equal(torch.stack(unloaded), torch.stack(loaded))
 
 
+FOREIGN = {"import-deepspeed": "zero_pp_rank_0_mp_rank_00_model_states.pt", "import-dcp": ".metadata"}
+
+
+def load_foreign(folder: str, command: str, tag: str | None) -> None:
+    engine = make(0, make_config(3))
+    with pytest.raises(CheckpointError, match=rf"format of its own. Remedy: zerorun-checkpoint {command} ") as told:
+        engine.load_checkpoint(folder, tag)
+    assert not isinstance(told.value, DamagedError)
+    train(engine, 0, 1)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("command", FOREIGN)
+@pytest.mark.parametrize("where", ("named", "latest", "itself"))
+def test_a_checkpoint_of_another_runtime_is_told_from_a_damaged_one(command: str, where: str, tmp_path: Path) -> None:
+    place = tmp_path if where == "itself" else tmp_path / "step_3"
+    place.mkdir(exist_ok=True)
+    (place / FOREIGN[command]).write_bytes(b"")
+    if where == "latest":
+        (tmp_path / "latest").write_text("step_3")
+    run_ranks(2, load_foreign, str(tmp_path), command, "step_3" if where == "named" else None)
+
+
 # -- frozen weights that were left out -----------------------------------------------------------------------------------
 
 

@@ -25,7 +25,7 @@ from .manifest import Manifest, never_cast
 from .merging import Merged
 from .rank_buffers import RankBuffers, Sums
 from .ranks import Ranks, attempt, leads_stage, speaking_up
-from .read import Reader, candidates, open_on_all, steps_of
+from .read import Reader, candidates, open_on_all, refuse_foreign, steps_of
 from .requests import check_client_state, directory_of, dtype_of, tag_of
 from .save import Captured, Saver, more_of, now, pack_values, scalar, states_apart, versions
 from .write import Destination
@@ -310,6 +310,7 @@ class Checkpointer:
             return other, {}
         if failure is not None:
             raise failure
+        refuse_foreign(ranks, path)
         if is_rank_zero():
             what = "there is no checkpoint in" if path.is_dir() else "there is no directory"
             logger.warning("%s %s: training starts from the beginning.", what, path)

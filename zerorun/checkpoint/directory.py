@@ -11,6 +11,11 @@ After each step, and at any time within a step, the newest complete checkpoint i
 that is to be deleted is first renamed to ``.deleting.`` and a random number, so that half of one never looks like a whole
 one. The next save deletes what an interrupted deletion has left.
 
+[Note: clocks]
+Checkpoints are ordered by the times at which they were saved, and ``latest`` is older than one whose save was killed in its
+last step. Hosts have other clocks, and a job may go on on another host. So no checkpoint is saved before the one that
+``latest`` names, whatever the clock says, and ``latest`` is never older than what it names.
+
 [Note: what is deleted]
 Only what zerorun made is deleted, and a name alone does not prove that. A directory must have a file that every checkpoint
 has, or nothing but files that a save writes. A checkpoint must also still have its own name; otherwise somebody has put it
@@ -29,7 +34,7 @@ import stat
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -46,6 +51,7 @@ DOOMED = ".deleting."
 # Seconds after which an interrupted save of another tag is deleted. Until then, another process may be writing it.
 _STALE_S = 900
 OLD = ".old"
+_EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
 _POINTER_BYTES = 4096  # the most in ``latest``, which holds one name
 _ALWAYS_THERE = (MANIFEST, STATE_FILE)  # in every checkpoint, unless one of them was lost
 # What saves and exports write, and the names that NFS gives to files that are deleted while they are open.
@@ -159,8 +165,29 @@ def publish(directory: Path, tag: str) -> Path:
     return final
 
 
-def point_latest(directory: Path, tag: str) -> None:
-    """Make ``latest`` name ``tag``, atomically. Raises OSError."""
+def after_latest(directory: Path, saved_at: str) -> str:
+    """Return ``saved_at``, or the microsecond after what ``latest`` names was saved, if that is later.
+
+    See [Note: clocks]. What is not there, or cannot be read, is not looked at.
+    """
+    tag = read_pointer(directory)
+    before = version_of(directory / tag) if is_plain(tag) else None
+    if before is None or before < saved_at:
+        return saved_at
+    try:
+        return (_moment(before) + _MICROSECOND).isoformat(timespec="microseconds")
+    except (ValueError, OverflowError):  # a manifest may say anything
+        return saved_at
+
+
+def _moment(saved_at: str) -> datetime:
+    """Raises ValueError if it is no time."""
+    found = datetime.fromisoformat(saved_at)
+    return found if found.tzinfo is not None else found.replace(tzinfo=timezone.utc)
+
+
+def point_latest(directory: Path, tag: str, saved_at: str = "") -> None:
+    """Make ``latest`` name ``tag``, atomically. Raises OSError. ``saved_at``: of the checkpoint; it is not older."""
     for left in directory.glob(f"{TEMPORARY}{LATEST}*"):  # left by saves that were killed here
         if _is_mark(left):
             left.unlink()
@@ -169,6 +196,9 @@ def point_latest(directory: Path, tag: str) -> None:
     try:
         try:
             os.write(handle, tag.encode())
+            if saved_at > datetime.now(timezone.utc).isoformat(timespec="microseconds"):
+                since = (_moment(saved_at) - _EPOCH) // _MICROSECOND * 1000
+                os.utime(handle, ns=(since, since))
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -323,7 +353,7 @@ def in_order_of_trust(directory: Path) -> list[str]:
     names = [one.path.name for one in sorted(found, key=lambda one: (one.is_link, not one.manifest.becomes_latest))]
     first = read_pointer(directory)
     try:
-        written = datetime.fromtimestamp((directory / LATEST).stat().st_mtime, timezone.utc).isoformat()
+        written = (_EPOCH + (directory / LATEST).stat().st_mtime_ns // 1000 * _MICROSECOND).isoformat()
         there = is_plain(first) and os.path.isdir(directory / first)
     except OSError:
         there, written = False, ""
@@ -335,6 +365,11 @@ def in_order_of_trust(directory: Path) -> list[str]:
     if first and not there:
         instead = f" The newest checkpoint is tried: {names[0]}." if names else ""
         logger.warning("%s names %r, which is not there.%s", directory / LATEST, first[:80], instead)
+    if interrupted and there and names[0] != first:
+        logger.warning(
+            "%s names %r, and %s was saved after that by a save that was killed in its last step: it is tried first.",
+            *(directory / LATEST, first[:80], names[0]),
+        )
     if interrupted or not there:
         return names
     return [first] + [name for name in names if name != first]

@@ -381,7 +381,27 @@ def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:
             return _open_version(ranks, path, manifest)
         except DamagedError as error:
             failure = failure or error
+    if failure is None:
+        refuse_foreign(ranks, directory / tag)
     raise failure or DamagedError(f"{directory / tag} is no complete checkpoint: there is no {MANIFEST} on any rank.")
+
+
+def refuse_foreign(ranks: Ranks, path: Path) -> None:
+    """Raise CheckpointError if another runtime has saved into the directory ``path``. Collective."""
+    found = next((told for told in ranks.gather(_importer(path)) if told is not None), None)
+    if found is not None:
+        runtime, command = found
+        raise CheckpointError(
+            f"{path} is a checkpoint of {runtime}, in a format of its own. Remedy: zerorun-checkpoint {command} {path} "
+            'NEW, and then engine.load_checkpoint("NEW", allow_missing=["rng", "data"]).'
+        )
+
+
+def _importer(path: Path) -> tuple[str, str] | None:
+    """(the runtime that has saved into ``path``, the command that imports that); None for any other directory."""
+    if next(path.glob("*_model_states.pt"), None) is not None:
+        return "DeepSpeed", "import-deepspeed"
+    return ("torch.distributed.checkpoint", "import-dcp") if (path / ".metadata").is_file() else None
 
 
 def _open_version(ranks: Ranks, path: Path, manifest: Manifest | None) -> Reader:

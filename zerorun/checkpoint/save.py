@@ -34,6 +34,7 @@ from ..log import logger, warn_once
 from ..optim.requested import RawOptimizer
 from ..plan.optimizer_states import OptimizerStates
 from ..watch.board import NOBODY, stay_off_the_board
+from .directory import after_latest
 from .gather import Collector, PeerReader
 from .inventory import TensorPart, refuse_state_name
 from .json_values import decode, dtype_by_name, encode
@@ -204,7 +205,10 @@ class Saver:
             return write_tensors(plan, collector, ranks.rank, target)
 
         def finish(records: dict[str, FileRecord]) -> tuple[dict[str, bytes], Manifest | None]:
-            return _finish(captured, plan, records, facts)
+            small, manifest = _finish(captured, plan, records, facts)
+            if manifest is not None:
+                manifest.saved_at = after_latest(target.directory, manifest.saved_at)
+            return small, manifest
 
         return commit(ranks, target, write, finish)
 

@@ -193,7 +193,7 @@ def commit(
         if leads:
             shutil.rmtree(target.temporary, ignore_errors=True)
         raise
-    on_leader(lambda: _tidy(target))
+    on_leader(lambda: _tidy(target, "" if manifest is None else manifest.saved_at))
     if target.prune:
         _drop_replaced(ranks, target.directory, leads)
     return target.directory / target.tag
@@ -254,10 +254,10 @@ def _appear(target: Destination) -> None:
     folder.publish(target.directory, target.tag)
 
 
-def _tidy(target: Destination) -> None:
+def _tidy(target: Destination, saved_at: str) -> None:
     if target.latest:
         target.check("latest")
-        folder.point_latest(target.directory, target.tag)
+        folder.point_latest(target.directory, target.tag, saved_at)
     if target.prune:
         target.check("prune")
         folder.prune(target.directory, target.tag, target.keep)
