@@ -52,6 +52,33 @@ def test_every_rank_hears_all_in_their_order() -> None:
         assert found[1:] == ([[{0: "of two"}, {1: "of two"}]] if rank < 2 else [])
 
 
+def tell_much() -> list[int]:
+    """The bytes of each rank in collectives that all take part in alike, where one or two ranks have much to tell."""
+    init_distributed(torch.device("cpu"))
+    rank, padded, gather = dist.get_rank(), [], dist.all_gather
+
+    def noted(found: list[torch.Tensor], mine: torch.Tensor, **options: Any) -> Any:
+        padded.append(mine.numel())
+        return gather(found, mine, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", noted)
+        for who in ([0], [2], [1, 3]):
+            mine = [
+                "y" * 300_000 if rank in who else "z" * rank * 100,
+                torch.full((40_000,) if rank in who else (1,), rank),
+            ]
+            for other, (text, tensor) in enumerate(gather_values(mine)):
+                assert text == ("y" * 300_000 if other in who else "z" * other * 100)
+                assert tensor.tolist() == [other] * (40_000 if other in who else 1)
+    return padded
+
+
+def test_what_few_ranks_have_takes_no_room_for_the_others() -> None:
+    for padded in run_ranks(4, tell_much):
+        assert 0 < sum(padded) < 3000
+
+
 def tell_what_cannot_be_told() -> list[str]:
     init_distributed(torch.device("cpu"))
     mine = object() if dist.get_rank() else 1

@@ -24,6 +24,7 @@ T = TypeVar("T")
 _LENGTH = 8  # bytes of the length of a value
 _TRIPS = 16  # to another rank and back
 _HEAD = 256  # bytes of a message that has the length and the beginning of a value: most have no more
+_MUCH = 65536  # bytes that are not worth a collective of their own
 
 
 def size() -> int:
@@ -74,14 +75,38 @@ def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
-    """Short ones take one collective: with their length they fit into its messages. Longer ones take a second."""
+    """Short ones take one collective: with their length they fit into its messages. Longer ones take a second.
+
+    In that, all are padded to one length. What few ranks have beyond what the others have is broadcast by each of them:
+    padded, the manifest of one rank would take as much memory for each rank of thousands, on all of them.
+    """
     group = group or everyone()
     message = len(content).to_bytes(_LENGTH, "little") + content
     heads = _gather_padded(message[:_HEAD], _HEAD, group)
     ends = [_LENGTH + int.from_bytes(head[:_LENGTH], "little") for head in heads]
-    left = max(ends) - _HEAD
-    rests = _gather_padded(message[_HEAD:], left, group) if left > 0 else [b""] * len(heads)
-    return [(head + rest)[_LENGTH:end] for head, rest, end in zip(heads, rests, ends, strict=True)]
+    usual = _usual(ends)
+    rests = _gather_padded(message[_HEAD:usual], usual - _HEAD, group) if usual > _HEAD else [b""] * len(heads)
+    found = [(head + rest)[_LENGTH:end] for head, rest, end in zip(heads, rests, ends, strict=True)]
+    for rank, end in enumerate(ends):
+        if end > max(usual, _HEAD):
+            found[rank] += _broadcast(message[max(usual, _HEAD) :], end - max(usual, _HEAD), rank, group)
+    return found
+
+
+def _usual(ends: Sequence[int]) -> int:
+    """The longest of ``ends`` that is not much longer than what half of them are."""
+    most = 2 * sorted(ends)[(len(ends) - 1) // 2] + _MUCH
+    return max(end for end in ends if end <= most)
+
+
+def _broadcast(content: bytes, size: int, rank: int, group: dist.ProcessGroup) -> bytes:
+    """The ``content`` of ``rank``, of ``size`` bytes."""
+    if dist.get_rank(group) == rank:
+        dist.broadcast(torch.frombuffer(bytearray(content), dtype=torch.uint8), group=group, group_src=rank)
+        return content
+    received = torch.empty(size, dtype=torch.uint8)
+    dist.broadcast(received, group=group, group_src=rank)
+    return bytes(received.numpy())
 
 
 def _gather_padded(content: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
