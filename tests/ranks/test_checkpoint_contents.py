@@ -24,6 +24,7 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHead
 import zerorun
 from zerorun.checkpoint import gather, ranks
 from zerorun.checkpoint import save as saving
+from zerorun.checkpoint.manifest import read_manifest
 from zerorun.errors import CheckpointError, ModelError, StepError
 from zerorun.zero.placeholders import tensors_in
 
@@ -481,6 +482,61 @@ def test_memory_of_saving_and_loading(stage: int, tmp_path: Path) -> None:
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------
+
+
+def given_by(rank: int, what: str) -> dict[str, Any] | None:
+    """The client state that ``rank`` gives."""
+    if what == "own":
+        return {"seen": torch.full((3,), rank), "places": [rank, {"of": torch.arange(rank)}]}
+    return {"seen": torch.full((3,), 7)} if what == "same" or rank == 0 else None
+
+
+def client_states(folder: str, what: str, asynchronous: bool) -> dict[str, Any]:
+    engine = make_engine(PLAIN, make_config(3))
+    train(engine, PLAIN, 1)
+    given = given_by(dist.get_rank(), what)
+    engine.save_checkpoint(folder, client_state=given, asynchronous=asynchronous)
+    if given is not None and asynchronous:
+        given["seen"].fill_(-1)  # what is saved is what was given
+    engine.wait_for_checkpoint()
+    found = engine.load_checkpoint(folder)[1]
+    engine.destroy()
+    return found
+
+
+def client_state_elsewhere(folder: str) -> dict[str, Any]:
+    engine = make_engine(PLAIN, make_config(1))
+    found = engine.load_checkpoint(folder)[1]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", (False, True))
+@pytest.mark.parametrize("what", ("own", "same", "of the first"))
+def test_each_rank_gets_its_own_client_state_back(what: str, asynchronous: bool, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(3, client_states, str(tmp_path), what, asynchronous)):
+        expected = given_by(rank if what == "own" else 0, what)
+        assert repr(found) == repr(expected)
+    stored = read_manifest(tmp_path / "global_step1").client_states
+    assert (stored is not None) == (what == "own")
+    for found in run_ranks(2, client_state_elsewhere, str(tmp_path)):
+        assert repr(found) == repr(given_by(0, what))
+
+
+def give_much(folder: str) -> int:
+    """Bytes of tensors that a rank makes to save what rank 0 gives, 4 MB."""
+    engine = make_engine(PLAIN, make_config(1))
+    state = {"average": torch.zeros(1_000_000)} if dist.get_rank() == 0 else None
+    engine.save_checkpoint(folder, "before")
+    with Peak() as peak:
+        engine.save_checkpoint(folder, client_state=state)
+    engine.destroy()
+    return peak.most
+
+
+def test_a_client_state_stays_on_the_rank_that_writes_it(tmp_path: Path) -> None:
+    first, *others = run_ranks(3, give_much, str(tmp_path))
+    assert max(first, *others) < 500_000
 
 
 def refusals(folder: str) -> None:

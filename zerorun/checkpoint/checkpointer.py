@@ -18,6 +18,7 @@ from ..optim.loss_scaler import LossScaler
 from . import directory as folder
 from . import random_state
 from .adapters import ADAPTERS_FILE, find_adapters, peft_model
+from .client_states import encode_own
 from .inventory import Inventory, Subject, TensorPart
 from .json_values import decode, encode
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
@@ -186,17 +187,21 @@ class Checkpointer:
         return self._adapters
 
     def capture(self, tag: str, client_state: dict[str, Any], *, trainable_only: bool, joined: bool = True) -> Captured:
-        """What this rank has now. Its parts are where they are, not copied, but for those in two tensors if ``joined``."""
+        """What this rank has now. Tensors are where they are, not copied, but for parts in two tensors if ``joined``."""
 
         def look() -> tuple[Captured, Sums]:
             captured = self._capture_here(tag, client_state, trainable_only, joined)
             return captured, self._rank_buffers.sums(captured.buffers)
 
         found, problem = attempt(look)
-        self._rank_buffers.learn(self.saver.ranks.gather_unless(problem, found and found[1]))
+        told = self.saver.ranks.gather_unless(problem, (found and found[1], bool(client_state)))
+        self._rank_buffers.learn([sums or {} for sums, _ in told])
         assert found is not None
         captured = found[0]
         captured.parts += self._rank_buffers.parts(captured.buffers)
+        if any(gives for _, gives in told[1:]):
+            captured.client_state, tensors = encode_own(client_state, self.saver.ranks)
+            captured.tensors |= tensors
         return captured
 
     def _capture_here(self, tag: str, client_state: dict[str, Any], trainable_only: bool, joined: bool) -> Captured:
@@ -220,7 +225,7 @@ class Checkpointer:
             buffers=buffers,
         )
         captured.parts = [part.joined() for part in captured.parts] if joined else captured.parts
-        captured.tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        captured.tensors = tensors
         return captured
 
     def _manifest(
@@ -340,8 +345,8 @@ class Checkpointer:
         loader = ModelLoader.compared(self.inventory, reader, wanted, ranks)
         ranks.agree(attempt(lambda: self._require(reader, wanted))[1])
         loader.compare_base(ranks, self.subject.comm.dense.peer_reader())
-        tensors = reader.state_tensors(ranks)
-        ranks.agree(attempt(lambda: self._refuse_strange_values(reader.path, manifest, tensors))[1])
+        tensors, given = reader.state_tensors(ranks), self._client_state_of(manifest)
+        ranks.agree(attempt(lambda: self._refuse_strange_values(reader.path, manifest, given, tensors))[1])
         fits, problem = attempt(lambda: wanted.weights_only or self._position_fits(reader, wanted, tensors))
         fits = all(ranks.gather_unless(problem, fits))
         schedule_fits, problem = attempt(lambda: wanted.weights_only or self._schedule_fits(reader, wanted, tensors))
@@ -356,7 +361,7 @@ class Checkpointer:
         with half_loaded.loading(reader.path, "weights"):
             loader.load_weights(ranks)
             ranks.agree(attempt(lambda: loader.load_extra(tensors))[1])
-        client_state = decode(manifest.client_state, tensors) or {}
+        client_state = decode(given, tensors) or {}
         if wanted.weights_only:
             return client_state
         with half_loaded.loading(reader.path, "counters and schedule"):
@@ -377,11 +382,13 @@ class Checkpointer:
             )
         return client_state
 
-    def _refuse_strange_values(self, path: Path, manifest: Manifest, tensors: dict[str, torch.Tensor]) -> None:
+    def _refuse_strange_values(
+        self, path: Path, manifest: Manifest, client_state: Any, tensors: dict[str, torch.Tensor]
+    ) -> None:
         """Raise CheckpointError, before anything is changed, if this rank cannot decode a value that it may need."""
         own = [states[self._place_in(manifest, states)] for states in (manifest.rng, manifest.data) if states]
         groups = manifest.optimizer["groups"] if manifest.optimizer else None
-        for value in (manifest.scheduler, manifest.client_state, manifest.extra_state, groups, *own):
+        for value in (manifest.scheduler, client_state, manifest.extra_state, groups, *own):
             try:
                 decode(value, tensors)
             except CheckpointError as error:
@@ -457,6 +464,15 @@ class Checkpointer:
         if is_rank_zero():
             logger.warning("%s It begins anew.", what)
         return False
+
+    def _client_state_of(self, manifest: Manifest) -> Any:
+        """As plain values: this rank's own if the ranks are laid out as they were and it gave one, else that of rank 0."""
+        by_rank, own = manifest.client_states, None
+        if by_rank is not None and _is_by_rank(self.subject.topology, manifest, by_rank):
+            own = by_rank[self.subject.topology.rank]
+        elif by_rank is not None and is_rank_zero():
+            logger.info("all ranks get the client_state of rank 0: others gave their own, and now there are other ranks.")
+        return manifest.client_state if own is None else own
 
     def _place_in(self, manifest: Manifest, states: Sequence[Any]) -> int:
         """The index of this rank's state in ``states``, one per rank that saved; 0 if the ranks were laid out otherwise."""

@@ -383,7 +383,8 @@ class ModelLoader:
                     f"same parameters, in the same order (it has {_kept(described, stored)} in group {stored}), or pass "
                     "load_optimizer=False."
                 )
-        self._begin_afresh(thawed)
+        if described.get("states") or described["scalars"]:
+            self._begin_afresh(thawed)
 
     def _begin_afresh(self, thawed: list[str]) -> None:
         """Say that ``thawed``, parameters that were frozen, have no state; raise CheckpointError unless that is allowed."""

@@ -29,6 +29,7 @@ spaces. The content:
                      states: the keys that have sets; name -> {value, dtype} of what belongs to no parameter, if anything
                      does: apart (under such keys of its state) and more (what its class adds to its state_dict)
     loss_scale, scheduler, data, client_state, extra_state, rng    as plain values (json_values.py)
+    client_states    by rank, as plain values, of ranks that gave others than rank 0 (null: the same); only if any did
     frozen_base      null, or if frozen parameters were left out, name -> {dtype, crc32} of each
     sets             set -> list of its files
     files            file -> {bytes, crc32: 8 hexadecimal digits for each block}
@@ -75,6 +76,7 @@ class Manifest:
     scheduler: Any = None
     data: Any = None
     client_state: Any = None
+    client_states: list[Any] | None = None
     extra_state: Any = None
     rng: Any = None
     frozen_base: dict[str, dict[str, Any]] | None = None
@@ -99,6 +101,8 @@ class Manifest:
         """The file's text."""
         content = {**asdict(self), "schema": SCHEMA, "block_bytes": BLOCK_BYTES}
         content["files"] = {name: record.to_json() for name, record in self.files.items()}
+        if self.client_states is None:
+            del content["client_states"]
         return json.dumps({"crc32": f"{_sum(content):08x}", "content": content}, indent=1)
 
     @classmethod
@@ -194,6 +198,7 @@ _TYPES: dict[str, _Test] = {
     "optimizer": _or_null(_object_with(type=_TEXT, groups=_list_of(_is(dict)), scalars=_object_of(_list_of(_SCALAR)))),
     "loss_scale": _or_null(_object_with(**dict.fromkeys(("scale", "hysteresis_left", "steps", "last_overflow"), _NUMBER))),
     "data": _or_null(_is(list)),
+    "client_states": _or_null(_is(list)),
     "extra_state": _or_null(_is(dict)),
     "rng": _or_null(_is(list)),
     "frozen_base": _or_null(_object_of(_object_with(dtype=_TEXT, crc32=_TEXT))),

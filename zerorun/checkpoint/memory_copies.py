@@ -95,6 +95,7 @@ class MemoryCopies:
         """Copy what the ranks have now, and begin to send it."""
         self.settle()
         captured = self.checkpointer.capture("", {}, trainable_only=True)
+        captured.copy_tensors()
         self._plan(captured)
         self._slot = 1 - self._whole if self._whole >= 0 else 0
         _, problem = attempt(lambda: self._copy(captured))

@@ -50,7 +50,7 @@ _Key = tuple[str, str]  # (set, name)
 
 @dataclass
 class Captured:
-    """One rank's share of a checkpoint. Everything but ``parts`` and ``frozen`` has been copied already."""
+    """One rank's share of a checkpoint. Everything but tensors has been copied already."""
 
     parts: list[TensorPart]
     order: list[str]  # tensor names, in the module's order
@@ -59,7 +59,8 @@ class Captured:
     manifest: Manifest  # rank 0's lacks files and sets; that of another pipeline stage has only its part of the model
     rng: Any = None  # plain values
     data: Any = None
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # the tensors that plain values refer to
+    client_state: Any = None  # of this rank, if it is not that of rank 0
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # that plain values refer to; not copied
     frozen: list[TensorPart] = field(default_factory=list)  # left out of the checkpoint, which has their checksums only
     small: dict[str, bytes] = field(default_factory=dict)  # name -> content of small files, such as config.json
     weights_only: bool = False
@@ -68,7 +69,11 @@ class Captured:
     def facts(self, ranks: Ranks) -> RankFacts:
         """What only this rank knows, beside its parts."""
         manifest = self.manifest if leads_stage(ranks.topology) else None
-        return RankFacts(self.scalars, self.groups, self.rng, self.data, self.tensors, manifest)
+        return RankFacts(self.scalars, self.groups, self.rng, self.data, self.client_state, self.tensors, manifest)
+
+    def copy_tensors(self) -> None:
+        """Let ``tensors`` be copies in host memory, because training goes on."""
+        self.tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class RankFacts:
     groups: dict[str, int]
     rng: Any
     data: Any
+    client_state: Any  # if it is not that of rank 0
     tensors: dict[str, torch.Tensor]
     stage: Manifest | None
 
@@ -167,6 +173,7 @@ class Saver:
         if asynchronous:
             captured.parts = self._stage(captured.parts)
             captured.frozen = host_copies(captured.frozen)
+            captured.copy_tensors()
         elif self._read_peer is not None:  # others read the parts where they lie
             captured.parts = host_copies(captured.parts)
 
@@ -198,7 +205,7 @@ class Saver:
         memory, rests = memory_of_parts(captured.parts)
         if any(ranks.gather(bool(captured.frozen))):
             captured.manifest.frozen_base = frozen_sums(captured.frozen, captured.order, ranks, self._read_peer)
-        facts = merge_facts(ranks.gather(captured.facts(ranks)))
+        facts = self._gather_facts(captured)
 
         def write() -> dict[str, FileRecord]:
             collector = Collector(plan, memory, ranks, self._read_peer, rests)
@@ -211,6 +218,12 @@ class Saver:
             return small, manifest
 
         return commit(ranks, target, write, finish)
+
+    def _gather_facts(self, captured: Captured) -> Facts:
+        """What all ranks know. The tensors of rank 0, which writes them, are there alone: they may be large."""
+        own = captured.facts(self.ranks)
+        found = self.ranks.gather(own if self.ranks.rank else replace(own, tensors={}))
+        return merge_facts([own, *found[1:]] if self.ranks.rank == 0 else found)
 
 
 def host_copies(parts: list[TensorPart]) -> list[TensorPart]:
@@ -274,6 +287,7 @@ class Facts:
     groups: dict[str, int] = field(default_factory=dict)
     rng: list[Any] = field(default_factory=list)  # by rank
     data: list[Any] = field(default_factory=list)
+    client_states: list[Any] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     stages: list[Manifest] = field(default_factory=list)  # one manifest for each pipeline stage
 
@@ -285,6 +299,8 @@ class Facts:
             manifest.add_stage(stage)
         manifest.rng = self.rng if self.rng[0] is not None else None
         manifest.data = self.data if self.data[0] is not None else None
+        others = any(state is not None for state in self.client_states)
+        manifest.client_states = self.client_states if others else None
         if manifest.optimizer is not None:
             manifest.optimizer["scalars"] = pack_scalars(self.scalars)
             manifest.optimizer["states"] = [k.removeprefix(OPTIMIZER) for k in kinds if k.startswith(OPTIMIZER)]
@@ -303,6 +319,7 @@ def merge_facts(ranks: Iterable[RankFacts]) -> Facts:
         merged.tensors.update(found.tensors)
         merged.rng.append(found.rng)
         merged.data.append(found.data)
+        merged.client_states.append(found.client_state)
         merged.stages += [found.stage] if found.stage is not None else []
     return merged
 

@@ -134,7 +134,7 @@ def small_tensor_file(tensors: dict[str, torch.Tensor]) -> bytes:
     """The bytes of a tensor file that holds ``tensors``."""
     kept = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     described = [Described.of(name, tensor) for name, tensor in kept.items()]
-    return b"".join([header_bytes(described, {}), *(bytes(memory_of(tensor)) for tensor in kept.values())])
+    return b"".join([header_bytes(described, {}), *map(memory_of, kept.values())])
 
 
 # -- commit ------------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ def commit(
         records, problem = attempt(write)
         written = ranks.gather(records or {})
         ranks.agree(problem)
-        small, manifest = ranks.first(lambda: finish({name: found[name] for found in written for name in found}))
+        small, manifest = _finish_on(leaders, ranks, lambda: finish({n: found[n] for found in written for n in found}))
         here = {name: found[name] for r, found in enumerate(written) if leaders[r] == ranks.rank for name in found}
         on_leader(lambda: _complete(target, here, small, manifest))
         on_leader(lambda: _appear(target))
@@ -197,6 +197,18 @@ def commit(
     if target.prune:
         _drop_replaced(ranks, target.directory, leads)
     return target.directory / target.tag
+
+
+_Finished = tuple[dict[str, bytes], Manifest | None]
+
+
+def _finish_on(leaders: list[int], ranks: Ranks, finish: Callable[[], _Finished]) -> _Finished:
+    """What ``finish`` returns on rank 0, on all leaders. Collective. Ranks that write no small files do not get them."""
+    if any(leaders):
+        return ranks.first(finish)
+    found, problem = attempt(finish) if ranks.rank == 0 else (None, None)
+    ranks.agree(problem)
+    return found or ({}, None)
 
 
 def _drop_replaced(ranks: Ranks, directory: Path, leads: bool) -> None:

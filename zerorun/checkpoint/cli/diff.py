@@ -27,7 +27,7 @@ from .salvage import Salvage
 
 _CHUNK = 1 << 20  # elements, of which a comparison makes a few copies in fp64
 _SHOWN = 20
-_FACTS = ("counters", "scheduler", "loss_scale", "client_state", "extra_state", "aliases")
+_FACTS = ("counters", "scheduler", "loss_scale", "client_state", "client_states", "extra_state", "aliases")
 _ABSENT = {"$": "absent"}
 
 

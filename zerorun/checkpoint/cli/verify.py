@@ -258,7 +258,7 @@ class _Agreement:
         manifest, stored = self.manifest, self.tensors(STATE)
         optimizer = manifest.optimizer or {"groups": [], "scalars": {}}
         values = (manifest.rng, manifest.data, manifest.scheduler, manifest.client_state, manifest.extra_state)
-        for name in _references([*values, optimizer["groups"]]):
+        for name in _references([*values, manifest.client_states, optimizer["groups"]]):
             if name not in stored:
                 yield f"{STATE}: {name} is missing"
         for key, entries in optimizer["scalars"].items():
