@@ -2,7 +2,8 @@
 
 JSON has null, booleans, integers, finite floats, strings, lists and objects with string keys; these stand for themselves.
 Everything else becomes an object: its key ``$`` says what kind of value it is, and the other keys hold the value in JSON's
-terms. A value of a type that is not listed here is refused when it is saved, not when somebody needs it back.
+terms. A value of a type that is not listed here is refused when it is saved, not when somebody needs it back. A defaultdict
+comes back as a dict, a path as a string, and a parameter as a tensor.
 """
 
 from __future__ import annotations
