@@ -50,10 +50,11 @@ class Saving(Outcomes):
         """Save into ``dir/tag`` everything that the run needs to continue exactly, and return that path.
 
         All ranks must call it. ``tag``: ``global_step<n>`` by default. ``client_state``: numbers, strings, lists, dicts and
-        tensors of the script; all ranks get that of rank 0 back, but a rank that gives another one gets its own. ``save_latest``: let ``dir/latest`` name this checkpoint. ``exclude_frozen_parameters``: save
-        only the checksums of frozen parameters; the model that loads the checkpoint must have the same values.
-        ``trainable_only`` is another name for this option, and ``save_dir`` for ``dir``. ``asynchronous``: return when this
-        rank's part has been copied, and write it in the background (see ``wait_for_checkpoint``).
+        tensors of the script; all ranks get that of rank 0 back, but a rank that gives another one gets its own.
+        ``save_latest``: let ``dir/latest`` name this checkpoint. ``exclude_frozen_parameters``: save only the checksums of
+        frozen parameters; the model that loads the checkpoint must have the same values. ``trainable_only`` is another name
+        for this option, and ``save_dir`` for ``dir``. ``asynchronous``: return when this rank's part has been copied, and
+        write it in the background (see ``wait_for_checkpoint``).
 
         Raises CheckpointError on all ranks alike, naming the rank and the file; earlier checkpoints stay untouched.
         Raises StepError in the middle of an accumulation, because its gradients would be lost.
@@ -92,10 +93,9 @@ class Saving(Outcomes):
         If that one is incomplete or damaged, warn and load the newest that is neither; if there is none at all, warn and
         return (None, {}). ``strict``: the weights must have the same names as the model's. ``allow_missing``: names or
         patterns of weights, or of "optimizer", "scheduler", "data", "rng", that may be missing; with "data", a position in
-        other training data is left, with a warning. Parameters that are trained now, and were frozen, have no moments there:
-        that must be allowed by name, too. DeepSpeed's keywords
-        (``load_module_strict``, ``load_optimizer_states``, ``load_lr_scheduler_states``, ``load_module_only``,
-        ``load_dir``) are understood.
+        other training data is left, with a warning. Parameters that are trained now, and were frozen, have no moments
+        there: that must be allowed by name, too. DeepSpeed's keywords (``load_module_strict``, ``load_optimizer_states``,
+        ``load_lr_scheduler_states``, ``load_module_only``, ``load_dir``) are understood.
 
         Raises CheckpointError on all ranks alike. Logs what was restored.
         """
