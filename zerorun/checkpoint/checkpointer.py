@@ -11,21 +11,20 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..data import EpochLoader
-from ..distributed.topology import Topology
 from ..errors import CheckpointError, DamagedError, ZerorunError
 from ..log import is_rank_zero, listed, logger
 from ..optim.loss_scaler import LossScaler
 from . import directory as folder
 from . import random_state
 from .adapters import ADAPTERS_FILE, find_adapters, peft_model
-from .client_states import encode_own
+from .client_states import client_state_of, encode_own
 from .inventory import Inventory, Subject, TensorPart
 from .json_values import decode, encode
 from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
 from .manifest import Manifest, never_cast
 from .merging import Merged
 from .rank_buffers import RankBuffers, Sums
-from .ranks import Ranks, attempt, leads_stage, speaking_up
+from .ranks import Ranks, attempt, is_by_rank, leads_stage, speaking_up
 from .read import Reader, candidates, open_on_all, refuse_foreign, steps_of
 from .requests import check_client_state, directory_of, dtype_of, tag_of
 from .save import Captured, Saver, more_of, now, pack_values, scalar, states_apart, versions
@@ -345,11 +344,13 @@ class Checkpointer:
         loader = ModelLoader.compared(self.inventory, reader, wanted, ranks)
         ranks.agree(attempt(lambda: self._require(reader, wanted))[1])
         loader.compare_base(ranks, self.subject.comm.dense.peer_reader())
-        tensors, given = reader.state_tensors(ranks), self._client_state_of(manifest)
+        tensors, given = reader.state_tensors(ranks), client_state_of(manifest, self.subject.topology)
         ranks.agree(attempt(lambda: self._refuse_strange_values(reader.path, manifest, given, tensors))[1])
         fits, problem = attempt(lambda: wanted.weights_only or self._position_fits(reader, wanted, tensors))
         fits = all(ranks.gather_unless(problem, fits))
-        schedule_fits, problem = attempt(lambda: wanted.weights_only or self._schedule_fits(reader, wanted, tensors))
+        schedule_fits, problem = attempt(
+            lambda: wanted.weights_only or _schedule_fits(self.run.lr_scheduler, reader, wanted, tensors)
+        )
         schedule_fits = all(ranks.gather_unless(problem, schedule_fits))
         prepared, trains = None, any(ranks.gather(self.subject.optimizer is not None))  # a stage may have nothing to train
         if wanted.optimizer and not wanted.weights_only and trains:
@@ -422,7 +423,7 @@ class Checkpointer:
             return False
         loader = self.run.dataloader
         suits_any = isinstance(loader, EpochLoader) and not loader.is_state_of_rank
-        return suits_any or _is_by_rank(self.subject.topology, manifest, manifest.data)
+        return suits_any or is_by_rank(self.subject.topology, manifest.layout, len(manifest.data))
 
     def _position_fits(self, reader: Reader, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> bool:
         """False if the data begins anew, because the loader cannot go on, and ``wanted`` allows that.
@@ -442,41 +443,9 @@ class Checkpointer:
             return False
         return True
 
-    def _schedule_fits(self, reader: Reader, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> bool:
-        """False if the schedule begins anew, because it is of another kind, and ``wanted`` allows that.
-
-        Otherwise raises CheckpointError. Schedules take any state, and some would go on from the beginning with it.
-        """
-        manifest, schedule = reader.manifest, self.run.lr_scheduler
-        if manifest is None or schedule is None or manifest.scheduler is None or not wanted.scheduler:
-            return True
-        stored, live = (_public(state) for state in (decode(manifest.scheduler, tensors), schedule.state_dict()))
-        if stored <= live or live <= stored:  # one version of a schedule may have more than another
-            return True
-        what = (
-            f"{reader.path} has the state of another kind of schedule than this run's {type(schedule).__name__}: it has "
-            f"{listed(sorted(stored - live))}, and lacks {listed(sorted(live - stored))}."
-        )
-        if not wanted.allows("scheduler"):
-            raise CheckpointError(
-                f"{what} Remedy: use the same schedule, or pass load_scheduler=False if it may start from the beginning."
-            )
-        if is_rank_zero():
-            logger.warning("%s It begins anew.", what)
-        return False
-
-    def _client_state_of(self, manifest: Manifest) -> Any:
-        """As plain values: this rank's own if the ranks are laid out as they were and it gave one, else that of rank 0."""
-        by_rank, own = manifest.client_states, None
-        if by_rank is not None and _is_by_rank(self.subject.topology, manifest, by_rank):
-            own = by_rank[self.subject.topology.rank]
-        elif by_rank is not None and is_rank_zero():
-            logger.info("all ranks get the client_state of rank 0: others gave their own, and now there are other ranks.")
-        return manifest.client_state if own is None else own
-
     def _place_in(self, manifest: Manifest, states: Sequence[Any]) -> int:
         """The index of this rank's state in ``states``, one per rank that saved; 0 if the ranks were laid out otherwise."""
-        return self.subject.topology.rank if _is_by_rank(self.subject.topology, manifest, states) else 0
+        return self.subject.topology.rank if is_by_rank(self.subject.topology, manifest.layout, len(states)) else 0
 
     def _restore_position(self, manifest: Manifest, tensors: dict[str, torch.Tensor], *, with_data: bool) -> list[str]:
         """Restore the position in the data and, if the ranks are laid out as they were, the random numbers.
@@ -488,7 +457,7 @@ class Checkpointer:
             own = manifest.data[self._place_in(manifest, manifest.data)]
             self.run.dataloader.load_state_dict(decode(own, tensors))
             lines.append("position in the data")
-        if manifest.rng is not None and _is_by_rank(self.subject.topology, manifest, manifest.rng):
+        if manifest.rng is not None and is_by_rank(self.subject.topology, manifest.layout, len(manifest.rng)):
             random_state.restore(decode(manifest.rng[topology.rank], tensors), self.subject.comm.device)
             lines.append("random numbers")
         elif manifest.rng is not None and is_rank_zero():
@@ -496,11 +465,28 @@ class Checkpointer:
         return lines
 
 
-def _is_by_rank(topology: Topology, manifest: Manifest, states: Sequence[Any]) -> bool:
-    """True if ``states`` has one state for each rank, and the pipe and tensor degrees are those of the save."""
-    saved = manifest.layout
-    same = (saved.get("pipe", 1), saved.get("tensor", 1)) == (topology.pipe, topology.tensor)
-    return same and len(states) == topology.world_size
+def _schedule_fits(schedule: Any, reader: Reader, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> bool:
+    """False if the schedule begins anew, because it is of another kind, and ``wanted`` allows that.
+
+    Otherwise raises CheckpointError. Schedules take any state, and some would go on from the beginning with it.
+    """
+    manifest = reader.manifest
+    if manifest is None or schedule is None or manifest.scheduler is None or not wanted.scheduler:
+        return True
+    stored, live = (_public(state) for state in (decode(manifest.scheduler, tensors), schedule.state_dict()))
+    if stored <= live or live <= stored:  # one version of a schedule may have more than another
+        return True
+    what = (
+        f"{reader.path} has the state of another kind of schedule than this run's {type(schedule).__name__}: it has "
+        f"{listed(sorted(stored - live))}, and lacks {listed(sorted(live - stored))}."
+    )
+    if not wanted.allows("scheduler"):
+        raise CheckpointError(
+            f"{what} Remedy: use the same schedule, or pass load_scheduler=False if it may start from the beginning."
+        )
+    if is_rank_zero():
+        logger.warning("%s It begins anew.", what)
+    return False
 
 
 def _public(state: Any) -> set[str]:

@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 
+from ..distributed.topology import Topology
+from ..log import is_rank_zero, logger
 from .json_values import encode
-from .ranks import Ranks, attempt
+from .manifest import Manifest
+from .ranks import Ranks, attempt, is_by_rank
 from .tensorfile import memory_of
 
 
@@ -29,6 +32,16 @@ def encode_own(state: Mapping[str, Any], ranks: Ranks) -> tuple[Any, dict[str, t
         return None, {}
     tensors: dict[str, torch.Tensor] = {}
     return encode(dict(state), tensors, f"client_state.{ranks.rank}"), tensors
+
+
+def client_state_of(manifest: Manifest, topology: Topology) -> Any:
+    """As plain values: this rank's own if the ranks are laid out as they were and it gave one, else that of rank 0."""
+    by_rank, own = manifest.client_states, None
+    if by_rank is not None and is_by_rank(topology, manifest.layout, len(by_rank)):
+        own = by_rank[topology.rank]
+    elif by_rank is not None and is_rank_zero():
+        logger.info("all ranks get the client_state of rank 0: others gave their own, and now there are other ranks.")
+    return manifest.client_state if own is None else own
 
 
 def _sum(state: Mapping[str, Any]) -> int:

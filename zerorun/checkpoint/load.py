@@ -122,6 +122,18 @@ def _misfit(reader: Reader, what: str, items: Sequence[str], remedy: str) -> Che
     return CheckpointError(f"{reader.path} {what} {listed(items)}. Remedy: {remedy}")
 
 
+def _begin_afresh(reader: Reader, wanted: Wanted, thawed: list[str]) -> None:
+    """Say that ``thawed``, parameters that were frozen, have no state; raise CheckpointError unless that is allowed."""
+    refused = [repr(name) for name in thawed if not wanted.allows(name)]
+    if refused and not wanted.allows("optimizer"):
+        remedy = "pass allow_missing=[...] with names or patterns if their moments may begin afresh."
+        what = "has no optimizer state, since they were frozen when it was saved, for"
+        raise _misfit(reader, what, refused, remedy)
+    if thawed and is_rank_zero():
+        shown = listed([repr(name) for name in thawed])
+        logger.warning("%s: moments begin afresh for what was frozen when it was saved: %s.", reader.path, shown)
+
+
 @dataclass
 class PreparedOptimizer:
     """What an optimizer is to become. ``words``: what is stored of it. ``groups``: hyperparameters, in its own order."""
@@ -384,18 +396,7 @@ class ModelLoader:
                     "load_optimizer=False."
                 )
         if described.get("states") or described["scalars"]:
-            self._begin_afresh(thawed)
-
-    def _begin_afresh(self, thawed: list[str]) -> None:
-        """Say that ``thawed``, parameters that were frozen, have no state; raise CheckpointError unless that is allowed."""
-        refused = [repr(name) for name in thawed if not self.wanted.allows(name)]
-        if refused and not self.wanted.allows("optimizer"):
-            remedy = "pass allow_missing=[...] with names or patterns if their moments may begin afresh."
-            what = "has no optimizer state, since they were frozen when it was saved, for"
-            raise _misfit(self.reader, what, refused, remedy)
-        if thawed and is_rank_zero():
-            shown = listed([repr(name) for name in thawed])
-            logger.warning("%s: moments begin afresh for what was frozen when it was saved: %s.", self.reader.path, shown)
+            _begin_afresh(self.reader, self.wanted, thawed)
 
     def _signature(
         self, piece: OptimizerPiece, run: ParameterRun, keys: list[str], scalars: dict[str, dict[str, Any]]

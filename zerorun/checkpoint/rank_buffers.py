@@ -14,8 +14,7 @@ import torch
 from ..distributed.topology import Topology
 from ..log import is_rank_zero, logger
 from .inventory import TensorPart
-from .manifest import Manifest
-from .ranks import leads_stage
+from .ranks import is_by_rank, leads_stage
 from .read import Reader
 from .tensorfile import memory_of
 from .write_plan import BUFFER
@@ -23,19 +22,12 @@ from .write_plan import BUFFER
 Sums = dict[str, int]  # name -> CRC-32
 
 
-def _is_laid_out_as(topology: Topology, manifest: Manifest) -> bool:
-    """True if there are as many ranks as saved, with the same pipe and tensor degrees: what is by rank suits."""
-    layout = manifest.layout
-    saved = layout.get("world_size"), layout.get("pipe", 1), layout.get("tensor", 1)
-    return saved == (topology.world_size, topology.pipe, topology.tensor)
-
-
 def own_buffers(reader: Reader, topology: Topology) -> dict[str, str]:
     """Return buffer -> its name in the set ``buffer``, of those that this rank had otherwise than its stage's first."""
     manifest = reader.manifest
     if manifest is None or BUFFER not in reader.sets:
         return {}
-    if not _is_laid_out_as(topology, manifest):
+    if not is_by_rank(topology, manifest.layout, manifest.layout.get("world_size")):
         if is_rank_zero():
             logger.info("buffers that differed between ranks are those of the first rank: there were other ranks.")
         return {}

@@ -13,12 +13,12 @@ import errno
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -113,6 +113,15 @@ class Ranks:
 def leads_stage(topology: Topology) -> bool:
     """True on the first rank of each pipeline stage, which speaks for what all ranks of the stage know."""
     return topology.replicate_rank == topology.shard_rank == topology.tensor_rank == 0
+
+
+def is_by_rank(topology: Topology, layout: Mapping[str, Any], count: int | None) -> bool:
+    """True if what ``count`` ranks saved is by rank for these: they are as many, with the pipe and tensor degrees of then.
+
+    ``layout``: the manifest's.
+    """
+    same = (layout.get("pipe", 1), layout.get("tensor", 1)) == (topology.pipe, topology.tensor)
+    return same and count == topology.world_size
 
 
 @contextmanager
