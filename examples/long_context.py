@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, ranks: int, lengths: list[int]) -> list[dict[s
     """What ``ranks`` ranks found: for each length the peak in bytes, of the rank that has most, and the loss."""
     result = Path(args.out) / f"{ranks}.json"
     result.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", str(ranks), __file__]
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--standalone", "--nproc-per-node", str(ranks), __file__]
     command += ["--lengths", *map(str, lengths), "--policy", args.policy, "--method", args.method]
     command += ["--layers", str(args.layers), "--width", str(args.width), "--vocabulary", str(args.vocabulary)]
     command += ["--result", str(result)]

@@ -11,7 +11,7 @@ from zerorun.errors import LaunchError
 from zerorun.watch.launched import is_task_of_several, place_in_step
 
 from .facts import usable_cores, visible_gpus
-from .hosts import Host, first_hosts, limit_slots, parse_hostfile, select, slurm_hosts
+from .hosts import Host, first_hosts, limit_slots, parse_hostfile, select, slurm_gpus, slurm_hosts
 
 
 def by_hand(args: argparse.Namespace) -> bool:
@@ -30,27 +30,49 @@ def choose_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tu
     """Return (name of the launcher, hosts with the slots to use), from the command line, the hostfile and SLURM."""
     asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
     launcher = args.launcher
+    has_all_nodes = in_allocation(environment) and not (args.standalone or by_hand(args))
     if args.hostfile is not None:
         launcher = launcher or "ssh"
         if launcher == "local":
             raise LaunchError("--launcher local reaches no host of a hostfile. Remedy: leave one of the two out.")
         hosts = parse_hostfile(_read(args.hostfile), args.hostfile)
-    elif launcher == "slurm" or (launcher is None and in_allocation(environment) and not by_hand(args)):
+        check_worker_word(args.nproc_per_node)
+    elif launcher == "slurm" or (launcher is None and has_all_nodes):
         launcher = "slurm"
         if "SLURM_JOB_NODELIST" not in environment:
             raise LaunchError("--launcher slurm: this is no SLURM allocation. Remedy: run it in salloc or sbatch.")
         hosts = slurm_hosts(environment, asked)
+        check_worker_word(args.nproc_per_node, gpus_are_known=slurm_gpus(environment) > 0)
         if args.nproc_per_node == "auto":
             hosts = [Host(host.name, host.slots or (0,)) for host in hosts]
     elif launcher in (None, "local"):
-        return "local", _own_host(args, environment)
+        own = _own_host(args, environment)
+        _check_least(args.min_nodes, args.num_nodes or 1, 0)
+        return "local", own
     else:
         raise LaunchError(f"--launcher {launcher}: no hosts are given. Remedy: give --hostfile.")
     hosts, spares = select(hosts, args.include, args.exclude), args.spares or 0
     count = None if args.num_nodes is None else args.num_nodes + spares
     hosts = limit_slots(first_hosts(hosts, count, args.min_nodes), asked)
     _check_spares(hosts, spares)
+    _check_least(args.min_nodes, len(hosts) - spares, spares)
     return launcher, hosts
+
+
+def check_worker_word(asked: int | str, *, gpus_are_known: bool = False) -> None:
+    """Refuse a number of workers that only the other hosts could tell: plans are made before they are reached."""
+    if asked == "cpu" or (asked == "gpu" and not gpus_are_known):
+        raise LaunchError(
+            f"--nproc-per-node {asked}: how many {asked.upper()}s other hosts have is not known here. Remedy: "
+            "--nproc-per-node N, or slots=N in the hostfile (in SLURM, GPUs asked for by --gpus-per-node)."
+        )
+
+
+def _check_least(least: int | None, count: int, spares: int) -> None:
+    """Refuse --min-nodes if the job never has as many hosts."""
+    if least is not None and least > count:
+        hosts = f"{count} host{'s' if count > 1 else ''}{f' besides {spares} in reserve' if spares else ''}"
+        raise LaunchError(f"--min-nodes {least}: the job has {hosts}. Remedy: a smaller number, or more hosts.")
 
 
 def _check_spares(hosts: Sequence[Host], spares: int) -> None:
@@ -95,7 +117,8 @@ def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[
     if not args.include and not args.exclude:
         return [Host("localhost", tuple(range(count_workers(args.nproc_per_node, environment))))]
     asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
-    hosts = [Host("localhost", tuple(range(max(1, visible_gpus(environment)))))]
+    slots = count_workers("auto" if asked is not None else args.nproc_per_node, environment)
+    hosts = [Host("localhost", tuple(range(slots)))]
     return limit_slots(select(hosts, args.include, args.exclude), asked)
 
 

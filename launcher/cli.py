@@ -61,10 +61,13 @@ def _launch(args: argparse.Namespace) -> int:
         return _ask_jobs(args)
     if not args.no_config_check:
         check_config(args.target_args, in_mode=in_deepspeed_mode(args, os.environ))
+    from .chosen_hosts import by_hand, check_worker_word, choose_hosts, in_allocation, other_launchers
+
     if args.sbatch:
+        if not args.standalone:
+            check_worker_word(args.nproc_per_node, gpus_are_known=True)  # in the job, SLURM tells them
         return _submit(args)
     from .carriers import CARRIERS  # here, so that --help does not pay for it
-    from .chosen_hosts import by_hand, choose_hosts, other_launchers
     from .job import Job
     from .job_plan import JobOptions
     from .sbatch import REQUEUE_STATUS, requeue
@@ -97,7 +100,7 @@ def _launch(args: argparse.Namespace) -> int:
     if by_hand(args):
         return _by_hand(args, request, job_options)
     status = Job(request, job_options).run()
-    if status == REQUEUE_STATUS and launcher == "slurm":
+    if status == REQUEUE_STATUS and in_allocation(os.environ):
         print("[zerorun] requeueing this job", file=sys.stderr, flush=True)  # now: SLURM may end this process next
         problem = requeue(os.environ)
         if problem is not None:
@@ -153,16 +156,21 @@ def _ask_jobs(args: argparse.Namespace) -> int:
 
 def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping[str, Sequence[str]]) -> str:
     from .facts import reserve_port, usable_cores
-    from .job_plan import Rendezvous, build_plan, on_one_host, render_json, render_text
+    from .job_plan import Rendezvous, build_plan, lack_of_cores, on_one_host, render_json, render_text
+    from .meeting import refuse_all
 
     render = render_json if args.dry_run == "json" else render_text
     name = request.hosts[0].name
+    cores = {name: usable_cores()} if not carriers else {}
+    counts = {host.name: len(host.slots or ()) for host in request.hosts}
+    problems = [lack_of_cores(request, host, count, cores.get(host, ())) for host, count in counts.items()]
+    refuse_all([problem for problem in problems if problem])
     if carriers:
         plan = build_plan(request, Rendezvous(args.master_addr or name, args.master_port or "(a free one)"))
         return render(plan, carriers)
     with reserve_port(args.master_port) as port:
         meeting = on_one_host(name, args.master_addr, port)
-        return render(build_plan(request, meeting, cores={name: usable_cores()}))
+        return render(build_plan(request, meeting, cores=cores))
 
 
 def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptions) -> int:

@@ -288,7 +288,7 @@ def slurm_hosts(environment: Mapping[str, str], asked: int | None) -> list[Host]
         raise LaunchError(f"SLURM_JOB_NODELIST: {error}") from None
     if not names:
         raise LaunchError("SLURM_JOB_NODELIST is empty. Remedy: run in salloc or sbatch, or give --hostfile.")
-    gpus = _slurm_gpus(environment)
+    gpus = slurm_gpus(environment)
     if gpus:
         return [Host(name, tuple(range(gpus))) for name in names]
     tasks = [] if asked is not None else tasks_of_nodes(environment.get("SLURM_TASKS_PER_NODE", ""))
@@ -297,7 +297,8 @@ def slurm_hosts(environment: Mapping[str, str], asked: int | None) -> list[Host]
     return [Host(name, tuple(range(count))) for name, count in zip(names, tasks, strict=True)]
 
 
-def _slurm_gpus(environment: Mapping[str, str]) -> int:
+def slurm_gpus(environment: Mapping[str, str]) -> int:
+    """Return how many GPUs each node of the allocation has; 0 if SLURM tells of none."""
     for variable in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
         counts = [item.rpartition(":")[2] for item in environment.get(variable, "").split(",")]  # perhaps a100:4,v100:2
         if all(count.isdecimal() for count in counts) and any(int(count) for count in counts):

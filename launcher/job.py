@@ -35,7 +35,7 @@ from zerorun.errors import LaunchError
 from .failures import HostEnd, WorkerEnd
 from .hangs import Hangs
 from .hosts import Host
-from .job_plan import JobOptions, LaunchRequest, ProgramKind, Rendezvous, build_plan, warm_commands
+from .job_plan import JobOptions, LaunchRequest, ProgramKind, Rendezvous, build_plan, lack_of_cores, warm_commands
 from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .meeting import Meeting, Questions, refuse_all
 from .node import STREAMS, log_file, make_log_dir
@@ -452,7 +452,7 @@ def _reach(host: Host, job: Job, selector: selectors.BaseSelector, options: JobO
 
 def _unfit(nodes: Sequence[Node], request: LaunchRequest) -> list[str]:
     """Say which of ``nodes`` cannot take part, and why."""
-    return _other_versions(nodes) or _missing_cores(nodes, request.core_list or ())
+    return _other_versions(nodes) or _missing_cores(nodes, request.core_list or ()) or _too_few_cores(nodes, request)
 
 
 def _other_versions(nodes: Sequence[Node]) -> list[str]:
@@ -467,6 +467,13 @@ def _other_versions(nodes: Sequence[Node]) -> list[str]:
 def _missing_cores(nodes: Sequence[Node], wanted: Sequence[int]) -> list[str]:
     gone = [(node.name, sorted(set(wanted) - set(node.facts["cores"]))) for node in nodes]
     return [f"{name}: has no core {cores[0]} to bind to. Remedy: see --bind-core-list." for name, cores in gone if cores]
+
+
+def _too_few_cores(nodes: Sequence[Node], request: LaunchRequest) -> list[str]:
+    slots = {host.name: len(host.slots or ()) for host in request.hosts}
+    counts = [(node, slots.get(node.name) or node.facts["slots"]) for node in nodes]  # guests tell theirs
+    found = [lack_of_cores(request, node.name, count, node.facts["cores"]) for node, count in counts]
+    return [problem for problem in found if problem]
 
 
 def _same_machines(nodes: Sequence[Node]) -> list[str]:

@@ -179,6 +179,18 @@ def warm_commands(request: LaunchRequest, host: Host, cores: Sequence[int]) -> t
     return build_plan(request, Rendezvous("", 0), cores={host.name: cores}, hosts=[host]).workers
 
 
+def lack_of_cores(request: LaunchRequest, host: str, workers: int, cores: Sequence[int]) -> str:
+    """Return why the workers of ``host`` cannot be bound to ``cores`` (empty: not known yet); nothing if they can."""
+    usable = request.core_list or cores
+    if not request.bind_cores or not usable or len(usable) >= workers:
+        return ""
+    noun = "core" if len(usable) == 1 else "cores"
+    return (
+        f"{host}: --bind-cores: {workers} workers, and only {len(usable)} {noun} to bind them to. Remedy: fewer workers "
+        "(--nproc-per-node), or no --bind-cores."
+    )
+
+
 def split_cores(cores: Sequence[int], count: int) -> list[tuple[int, ...]]:
     """Split ``cores`` into ``count`` equal runs. The remainder is left over; with fewer cores than runs, all are empty."""
     size = len(cores) // count

@@ -53,8 +53,8 @@ def _add_worker_options(add: Callable[..., None]) -> None:
         type=_worker_count,
         default="auto",
         metavar="N",
-        help="workers of a host: a number, gpu (visible GPUs), cpu (usable cores) or auto (the slots of the "
-        "hostfile or of SLURM, visible GPUs, else 1; the default)",
+        help="workers of a host: a number, gpu (its GPUs: of this machine, or as SLURM tells), cpu (usable cores of this "
+        "machine) or auto (the slots of the hostfile or of SLURM, visible GPUs, else 1; the default)",
     )
     add("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
     add("--no-python", action="store_true", help="the script is a program to be run without Python")
@@ -69,7 +69,7 @@ def _add_worker_options(add: Callable[..., None]) -> None:
         "--bind-cores",
         "--bind-cores-to-rank",
         action="store_true",
-        help="bind each worker to its share of the host's cores, those of one NUMA node together",
+        help="bind each worker to its share of the host's cores, those of one NUMA node together; each needs one",
     )
     add("--bind-core-list", type=_cores, metavar="0-7,16", help="the cores to bind to; implies --bind-cores")
     add(
@@ -147,7 +147,7 @@ def _add_host_options(add: Callable[..., None]) -> None:
     add("--rdzv-id", default="none", metavar="ID", help="a name of the job, the same on all hosts")
     add("--role", default="default", metavar="NAME", help="ROLE_NAME of the workers, as torchrun")
     add("--rdzv-backend", choices=["static", "c10d"], help="as torchrun; changes nothing here")
-    add("--standalone", action="store_true", help="as torchrun: this machine only, a free port; the default")
+    add("--standalone", action="store_true", help="as torchrun: this machine only, also in a SLURM allocation")
     add("--sbatch", action="store_true", help="write a batch script with this command and submit it to SLURM")
     add("--sbatch-args", default="", metavar="ARGS", help='options of sbatch, such as "--time=1:00:00 -p gpu"')
     add("--ssh-port", type=_positive, metavar="PORT", help="port of the hosts' ssh servers")
@@ -234,6 +234,8 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     least, args.num_nodes = args.num_nodes
     args.min_nodes = args.min_nodes or least
     args.asks_jobs = args.dump is not None or args.trace is not None
+    if args.standalone and (others := _other_hosts(args)):
+        parser.error(f"--standalone: this machine only, but {others} names others. Remedy: leave one of the two out.")
     if args.asks_jobs:
         if command:
             option = "--dump" if args.trace is None else "--trace"
@@ -250,6 +252,15 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     if not args.module and not args.no_python and not os.path.exists(args.target):
         parser.error(f"script not found: {args.target}")
     return args
+
+
+def _other_hosts(args: argparse.Namespace) -> str:
+    """Return the option by which the user asks for other hosts than this one; an empty string if there is none."""
+    if args.hostfile is not None:
+        return f"--hostfile {args.hostfile}"
+    if args.launcher not in (None, "local"):
+        return f"--launcher {args.launcher}"
+    return f"--num-nodes {args.num_nodes}" if (args.num_nodes or 1) > 1 else ""
 
 
 def _joined(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:

@@ -3876,4 +3876,12 @@ MUTANTS = (
         "            if whole is not None and whole.grad_fn is not None:",
         ("tests/ranks/test_ways_of_backwards.py", "-k", "wherever_it_puts_it"),
     ),
+    Mutant(
+        "standalone-starts-on-all-nodes",
+        "swallowed",
+        "launcher/chosen_hosts.py",
+        "    has_all_nodes = in_allocation(environment) and not (args.standalone or by_hand(args))",
+        "    has_all_nodes = in_allocation(environment) and not by_hand(args)",
+        ("tests/unit/test_launcher_hosts.py", "-k", "standalone_is_this_machine"),
+    ),
 )

@@ -24,7 +24,7 @@ from zerorun.launcher.agent import Agent
 from zerorun.launcher.carriers import CARRIERS, CarrierOptions
 from zerorun.launcher.facts import describe_host, interface_of, parse_cores, probe
 from zerorun.launcher.hosts import Host
-from zerorun.launcher.job import Job
+from zerorun.launcher.job import Job, _unfit
 from zerorun.launcher.job_plan import (
     JobOptions,
     JobPlan,
@@ -113,6 +113,16 @@ def test_sockets_use_the_interface_that_reaches_the_first_host(folder: Path) -> 
         (["-H", "hosts", "--nnodes", "4"], "there are only 3 hosts"),
         (["-H", "hosts", "--num-gpus", "3"], "host 'n3' has only 2 slots"),
         (["-H", "hosts", "--launcher", "local"], "reaches no host"),
+        (["-H", "hosts", "--nproc-per-node", "gpu"], "--nproc-per-node gpu: how many .* Remedy: --nproc-per-node N"),
+        (["-H", "hosts", "--nproc-per-node", "cpu"], "--nproc-per-node cpu: how many .* Remedy: --nproc-per-node N"),
+        (["--min-nodes", "3"], "--min-nodes 3: the job has 1 host. Remedy: a smaller number, or more hosts"),
+        (["--nnodes=2", "--node-rank=0", "--min-nodes=3"], "--min-nodes 3: the job has 2 hosts"),
+        (["-H", "hosts", "--min-nodes", "4"], "--min-nodes 4: the job has 3 hosts"),
+        (["-H", "hosts", "--nnodes", "2", "--min-nodes", "3"], "--min-nodes 3: the job has 2 hosts"),
+        (
+            ["-H", "hosts", "-e", "n3", "--spares=1", "--min-nodes=2"],
+            "--min-nodes 2: the job has 1 host besides 1 in reserve",
+        ),
         (["-H", "hosts", "--export", "NOT_THERE"], "--export NOT_THERE: there is no such variable"),
         (["--launcher", "slurm"], "this is no SLURM allocation"),
     ],
@@ -133,6 +143,22 @@ def test_a_task_of_srun_has_its_part_already(folder: Path) -> None:
     task = {**SLURM, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "3"}
     assert [node.host for node in plan(environment=task).nodes] == ["localhost"]
     assert [node.host for node in plan("--launcher=local", environment=SLURM).nodes] == ["localhost"]
+
+
+def test_standalone_is_this_machine_also_in_an_allocation(folder: Path) -> None:
+    assert [node.host for node in plan("--standalone", environment=SLURM).nodes] == ["localhost"]
+
+
+def test_workers_for_each_gpu_or_core_are_not_another_number(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = {**SLURM, "SLURM_GPUS_ON_NODE": "4"}
+    assert [len(node.workers) for node in plan("--nproc-per-node=gpu", environment=gpus).nodes] == [4, 4, 4]
+    for word, environment in (("gpu", SLURM), ("cpu", gpus)):
+        with pytest.raises(LaunchError, match=f"--nproc-per-node {word}: how many "):
+            plan(f"--nproc-per-node={word}", environment=environment)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    assert len(plan("--nproc-per-node=cpu", "-e", "localhost:0", environment={"CUDA_VISIBLE_DEVICES": "0"}).workers) == 2
+    assert cli.main(["--sbatch", "--dry-run", "--nproc-per-node=cpu", "train.py"]) == 2  # before it waits in the queue
+    assert cli.main(["--sbatch", "--dry-run", "--nproc-per-node=gpu", "train.py"]) == 0
 
 
 # -- environment -------------------------------------------------------------------------------------------------------
@@ -212,6 +238,21 @@ def test_cores_are_split_in_neighbours(folder: Path) -> None:
     assert [(worker.cores, worker.env["OMP_NUM_THREADS"]) for worker in bound.workers] == [((0, 1), "2"), ((2, 3), "2")]
     chosen = plan("-H", "hosts", "-i", "n3", "--bind_core_list", "4-7")
     assert [worker.cores for worker in chosen.workers] == [(4, 5), (6, 7)]
+
+
+def test_more_workers_than_cores_to_bind_to_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    said = "localhost: --bind-cores: 3 workers, and only 2 cores to bind them to. Remedy: "
+    for more in ((), ("--dry-run",)):
+        assert cli.main(["--nproc=3", "--bind-cores", *more, "train.py"]) == 2
+        assert said in capsys.readouterr().err
+    assert cli.main(["-H", "hosts", "--bind-core-list=0-2", "--dry-run", "train.py"]) == 2
+    assert "n1: --bind-cores: 4 workers, and only 3 cores" in capsys.readouterr().err
+    guest = Remembered("node 1", facts={"version": zerorun.__version__, "cores": [0], "slots": 2})
+    request = cli.make_request(parse_args(build_parser(), ["--bind-cores", "train.py"]), "local", [Host("a", (0,))], {})
+    assert [problem[:29] for problem in _unfit([guest], request)] == ["node 1: --bind-cores: 2 worke"]  # type: ignore[list-item]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -495,6 +536,17 @@ def test_workers_that_ask_for_another_run(folder: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30 * patience())
     assert done.returncode == 75
     assert done.stderr == "[zerorun] the workers ask to be started again (exit code 75)\n"
+
+
+def test_a_batch_job_on_its_first_node_alone_goes_back_into_the_queue_too(folder: Path) -> None:
+    (folder / "train.py").write_text("raise SystemExit(75)\n")
+    (folder / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {folder}/told\n')
+    (folder / "scontrol").chmod(0o755)
+    environment = {**os.environ, **SLURM, "PATH": f"{folder}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--standalone", "train.py"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30 * patience())
+    assert done.returncode == 75, done.stderr
+    assert (folder / "told").read_text() == "requeue 7\n"
 
 
 @pytest.mark.parametrize(("tee", "shown"), [("0", ""), ("1", "out 0\n"), ("3", "out 0\n")])

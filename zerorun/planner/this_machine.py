@@ -1,7 +1,8 @@
 """Measuring this machine: what the kernels of a block take here, for GPUs of which no run was published, and for CPUs.
 
 Ranks on CPUs share cores and memory, so that each is slower than one alone: as many as will train measure at once.
-``python -m zerorun.launcher.cli --nproc-per-node 4 -m zerorun.planner.this_machine`` is what --ranks 4 starts.
+``python -m zerorun.launcher.cli --standalone --nproc-per-node 4 -m zerorun.planner.this_machine`` is what --ranks 4
+starts.
 """
 
 from __future__ import annotations
@@ -106,7 +107,8 @@ def calibrate(ranks: int) -> Iterator[str]:
     if ranks == 1:
         measure(1)
     else:
-        command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc-per-node", str(ranks), "-m", __name__]
+        launcher = [sys.executable, "-m", "zerorun.launcher.cli", "--standalone"]
+        command = [*launcher, "--nproc-per-node", str(ranks), "-m", __name__]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
         if done.returncode:
             raise LaunchError(f"{ranks} ranks could not measure this machine: {done.stderr.strip()[-2000:]}")
