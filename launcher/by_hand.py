@@ -30,7 +30,7 @@ from .escapes import plain
 from .facts import bound_socket
 from .hosts import Host
 from .job import Job
-from .job_plan import JobOptions, LaunchRequest, Rendezvous, WorkerCommand, build_plan
+from .job_plan import THREADS_NAME, JobOptions, LaunchRequest, Rendezvous, WorkerCommand, build_plan
 from .line import Line, Message
 from .loop import signals_as_bytes
 from .node import Listener, LocalNode, make_log_dir
@@ -242,9 +242,9 @@ class Guest(Agent):
     def __init__(self, line: Line, request: LaunchRequest, log_dir: Path | None, hello: dict[str, Any]) -> None:
         super().__init__(line)
         self._request, self._log_dir, self._hello = request, log_dir, hello
-        # The leader may set only the variables that a plan sets.
-        plan = build_plan(replace(request, omp_threads=1), Rendezvous("", "", {request.hosts[0].name: ""}))
-        self._allowed = set(plan.workers[0].env)
+        # The leader may set only the variables that a plan sets, and not the threads that were asked for here.
+        plan = build_plan(replace(request, omp_threads="1"), Rendezvous("", "", {request.hosts[0].name: ""}))
+        self._allowed = set(plan.workers[0].env) - ({THREADS_NAME} if request.omp_threads else set())
 
     def _prepare(self, message: Message) -> None:
         self._grace = float(message["grace"])

@@ -258,9 +258,8 @@ def make_request(
 ) -> LaunchRequest:
     """Decide every default from the machine and ``environment``."""
     from .chosen_hosts import own_names
-    from .job_plan import INTERFACE_NAMES, LaunchRequest, ProgramKind, exported
+    from .job_plan import INTERFACE_NAMES, THREADS_NAME, LaunchRequest, ProgramKind, exported
 
-    inherited = environment.get("OMP_NUM_THREADS", "")
     named = own_names() if launcher in ("local", "ssh") and not args.force_multi else set()
     local = tuple(host.name for host in hosts if host.name.lower() in named)
     several = len(local) < len(hosts)
@@ -272,7 +271,7 @@ def make_request(
         kind=ProgramKind.MODULE if args.module else ProgramKind.PROGRAM if args.no_python else ProgramKind.SCRIPT,
         hosts=tuple(hosts),
         python=args.python or sys.executable,
-        omp_threads=args.omp_threads or (int(inherited) if inherited.isdecimal() else None),
+        omp_threads=str(args.omp_threads or exports.get(THREADS_NAME, environment.get(THREADS_NAME, ""))) or None,
         pass_local_rank=_passes_local_rank(args, environment),
         terminal_columns=shutil.get_terminal_size().columns if _stderr_is_terminal() else None,
         bind_cores=args.bind_cores or args.bind_core_list is not None,

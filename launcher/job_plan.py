@@ -26,6 +26,7 @@ EXPORTED_PREFIXES = (
     "TORCH", "TOKENIZERS_", "TRANSFORMERS_", "TRITON_", "UCX_", "WANDB_", "XDG_CACHE_HOME", "ZERORUN_",
 )  # fmt: skip
 EXPORTED_NAMES = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
+THREADS_NAME = "OMP_NUM_THREADS"
 INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the launcher where the user has not
 # Not exported in spite of their prefix; CUDA_VISIBLE_DEVICES because other hosts may have other devices.
 NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP", "PYTHONHOME", "ZERORUN_TTY", JOB_SECRET, DROPPED_PREFIX)
@@ -83,7 +84,7 @@ class LaunchRequest:
     kind: ProgramKind
     hosts: tuple[Host, ...]
     python: str
-    omp_threads: int | None = None  # of each worker; None: derived from the cores of its host
+    omp_threads: str | None = None  # OMP_NUM_THREADS, as the user has it; None: from the cores of each host
     pass_local_rank: bool = False
     terminal_columns: int | None = None  # None: the launcher's stderr is not a terminal
     bind_cores: bool = False
@@ -149,11 +150,11 @@ def build_plan(
     nodes, first = [], 0
     for node_rank, (host, count) in enumerate(zip(chosen, counts, strict=True)):
         usable = request.core_list or (cores or {}).get(host.name, ())
-        shares, threads = split_cores(usable, count), max(1, len(usable) // count) if usable else None
+        shares, threads = split_cores(usable, count), str(max(1, len(usable) // count)) if usable else None
         workers = []
         for local_rank in range(count):
             place = _WorkerPlace(host, node_rank, first + local_rank, local_rank, sum(counts), len(counts), tuple(counts))
-            env = _worker_variables(request, place, rendezvous, restart, request.omp_threads or threads)
+            env = _worker_variables(request, place, rendezvous, restart, threads)
             bound = shares[local_rank] if request.bind_cores else ()
             workers.append(WorkerCommand(place.rank, local_rank, _worker_argv(request, local_rank), env, bound))
         nodes.append(NodePlan(host.name, node_rank, tuple(workers)))
@@ -209,8 +210,9 @@ def _worker_argv(request: LaunchRequest, local_rank: int) -> tuple[str, ...]:
 
 
 def _worker_variables(
-    request: LaunchRequest, place: _WorkerPlace, rendezvous: Rendezvous, restart: int, threads: int | None
+    request: LaunchRequest, place: _WorkerPlace, rendezvous: Rendezvous, restart: int, threads: str | None
 ) -> dict[str, str]:
+    """Return the variables of a worker. ``threads``: OMP_NUM_THREADS, unless the user has set it; None: unknown."""
     local_size = str(place.counts[place.node_rank])
     variables = {
         "RANK": str(place.rank),
@@ -222,8 +224,6 @@ def _worker_variables(
         "NODE_RANK": str(place.node_rank),
         "MASTER_ADDR": rendezvous.address,
         "MASTER_PORT": str(rendezvous.port),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",  # a crash in native code still names the Python line
         # Read by scripts written for the deepspeed launcher.
         "LOCAL_SIZE": local_size,
         "CROSS_RANK": str(place.node_rank),
@@ -236,18 +236,26 @@ def _worker_variables(
         "ROLE_WORLD_SIZE": str(place.world_size),
         "ROLE_NAME": request.role,
     }
-    if threads is not None:
-        variables["OMP_NUM_THREADS"] = str(threads)
-    for name in INTERFACE_NAMES:
-        if place.host.name in rendezvous.interfaces and name not in request.exports:
-            variables[name] = rendezvous.interfaces[place.host.name]
+    told = request.omp_threads or threads
+    if told is not None:
+        variables[THREADS_NAME] = told
     devices = _visible_devices(request, place.host)
     if devices is not None:
         variables["CUDA_VISIBLE_DEVICES"] = devices
     if request.terminal_columns is not None:
         variables["ZERORUN_TTY"] = "1"
-        variables["COLUMNS"] = str(request.terminal_columns)  # tqdm cannot ask a pipe for its width
-    return variables
+    proposed = _proposed_variables(request, rendezvous.interfaces.get(place.host.name))
+    return {**variables, **{name: value for name, value in proposed.items() if name not in request.exports}}
+
+
+def _proposed_variables(request: LaunchRequest, interface: str | None) -> dict[str, str]:
+    """Return the variables of a worker that hold unless the user exports others."""
+    proposed = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}  # a crash in native code still names the Python line
+    if interface is not None:
+        proposed |= dict.fromkeys(INTERFACE_NAMES, interface)
+    if request.terminal_columns is not None:
+        proposed["COLUMNS"] = str(request.terminal_columns)  # tqdm cannot ask a pipe for its width
+    return proposed
 
 
 def _visible_devices(request: LaunchRequest, host: Host) -> str | None:

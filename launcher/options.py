@@ -63,7 +63,7 @@ def _add_worker_options(add: Callable[..., None]) -> None:
         "--omp-threads",
         type=_positive,
         metavar="N",
-        help="OMP_NUM_THREADS of each worker (default: as in the environment, else cores / workers)",
+        help="OMP_NUM_THREADS of each worker (default: as exported, or in the environment; else cores / workers)",
     )
     add(
         "--bind-cores",

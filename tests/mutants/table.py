@@ -3884,4 +3884,12 @@ MUTANTS = (
         "    has_all_nodes = in_allocation(environment) and not by_hand(args)",
         ("tests/unit/test_launcher_hosts.py", "-k", "standalone_is_this_machine"),
     ),
+    Mutant(
+        "exported-threads-are-replaced",
+        "swallowed",
+        "launcher/cli.py",
+        '        omp_threads=str(args.omp_threads or exports.get(THREADS_NAME, environment.get(THREADS_NAME, ""))) or None,',
+        '        omp_threads=str(args.omp_threads or environment.get(THREADS_NAME, "")) or None,',
+        ("tests/unit/test_launcher.py::test_omp_threads",),
+    ),
 )

@@ -39,7 +39,7 @@ def request_for(**changes: object) -> LaunchRequest:
         "kind": ProgramKind.SCRIPT,
         "hosts": (Host("localhost", (0, 1)),),
         "python": "/usr/bin/python3",
-        "omp_threads": 3,
+        "omp_threads": "3",
         **changes,
     }
     return LaunchRequest(**values)  # type: ignore[arg-type]
@@ -315,6 +315,17 @@ def test_omp_threads(script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert threads({}) == "2"
     assert threads({"OMP_NUM_THREADS": "5"}) == "5"
     assert threads({"OMP_NUM_THREADS": "5"}, "--omp_threads", "7") == "7"
+    for told in ("7", "4,2"):  # OpenMP's list is for each level
+        assert threads({"OMP_NUM_THREADS": told}) == told
+        assert threads({"OMP_NUM_THREADS": "5"}, f"--export=OMP_NUM_THREADS={told}") == told
+    assert threads({"OMP_NUM_THREADS": ""}) == "2"
+
+
+def test_variables_of_the_user_replace_those_that_the_launcher_only_proposes() -> None:
+    for name in ("PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "COLUMNS", "GLOO_SOCKET_IFNAME"):
+        worker = plan_for(exports={name: "own"}, terminal_columns=99).workers[0]
+        assert name not in worker.env and worker.env["RANK"] == "0"
+    assert plan_for(exports={"RANK": "7"}).workers[0].env["RANK"] == "0"
 
 
 def test_dry_run(script: str, capsys: pytest.CaptureFixture[str]) -> None:

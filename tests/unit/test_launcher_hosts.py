@@ -188,6 +188,13 @@ def test_env_files_and_exports(folder: Path) -> None:
         cli.read_exports([], {}, files=True)
 
 
+def test_threads_of_a_file_of_variables_stay(folder: Path) -> None:
+    (folder / ".zerorun_env").write_text("OMP_NUM_THREADS=7\n")
+    for environment in ({}, {"OMP_NUM_THREADS": "5"}):
+        found = plan("-H", "hosts", "--bind-core-list=0-7", environment=environment)
+        assert {worker.env["OMP_NUM_THREADS"] for worker in found.workers} == {found.exports["OMP_NUM_THREADS"]} == {"7"}
+
+
 def test_the_plan_shows_no_secret(folder: Path) -> None:
     found = plan("-H", "hosts", environment={"WANDB_API_KEY": "abc123", "HF_TOKEN": "xyz789", "NCCL_DEBUG": "INFO"})
     text = render_text(found, {"n1": ["ssh", "n1"]})

@@ -203,6 +203,15 @@ def test_nobody_on_the_way_can_add_change_or_repeat_a_line() -> None:
 # -- the secret itself -------------------------------------------------------------------------------------------------
 
 
+def test_a_host_keeps_its_own_number_of_threads(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os; print(os.environ['RANK'], os.environ['OMP_NUM_THREADS'])\n")
+    port = free_port()
+    leader, guest = (start(rank, port, f"--export=OMP_NUM_THREADS={7 + rank}") for rank in (0, 1))
+    out, err = leader.communicate(timeout=30 * patience())
+    assert sorted(out.splitlines()) == ["0 7", "[rank 1] 1 8"], err
+    assert guest.wait(20) == 0
+
+
 def test_a_file_that_node_0_makes_lets_all_start_at_once(start: Start, tmp_path: Path) -> None:
     port = free_port()
     guest = start(1, port, "--secret-file=job.secret", secret=None)
