@@ -94,7 +94,7 @@ def _launch(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
         min_nodes=args.min_nodes,
         keep_warm=args.spares is not None,
-        shown=args.tee,
+        shown=args.shown,
         shown_local_ranks=args.local_ranks_filter,
     )
     if by_hand(args):
@@ -178,20 +178,21 @@ def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptio
     from .job import Job
     from .secret import guests_secret, leaders_secret
 
+    address, _, port_text = (args.rdzv_endpoint or "").rpartition(":")
+    address, port = args.master_addr or address, args.master_port or int(port_text or 29500)
+    count = args.num_nodes or 1
+    if args.node_rank is not None and args.node_rank >= count:
+        nodes = "1 node" if count == 1 else f"{count} nodes"
+        raise LaunchError(f"--node-rank {args.node_rank} of {nodes}: they are counted from 0. Remedy: see --nnodes.")
+    if count == 1:  # no other host will join
+        return Job(request, replace(options, master_addr=address or None)).run()
     if args.spares is not None:
         raise LaunchError(
             f"--spares {args.spares}: hosts that join by themselves are not kept in reserve. Remedy: a hostfile."
         )
-    address, _, port_text = (args.rdzv_endpoint or "").rpartition(":")
-    address, port = args.master_addr or address, args.master_port or int(port_text or 29500)
     if not address:
         raise LaunchError(f"--node-rank {args.node_rank}: where is node 0? Remedy: give --master-addr and --master-port.")
-    if args.node_rank is not None and args.node_rank >= (args.num_nodes or 1):
-        count = args.num_nodes or 1
-        raise LaunchError(f"--node-rank {args.node_rank}: there are {count} nodes, counted from 0. Remedy: see --nnodes.")
     leads = args.node_rank == 0 or (args.node_rank is None and _is_own(address))
-    if leads and (args.num_nodes or 1) == 1:
-        return Job(request, replace(options, master_addr=address)).run()  # no other host will join
     if leads:
         secret, shown = leaders_secret(args.secret_file, os.environ, terminal=_stderr_is_terminal())
         names: dict[str, Any] = {"job_id": args.rdzv_id, "secret": secret, "invitation": _invitation(args, secret, shown)}

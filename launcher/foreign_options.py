@@ -12,11 +12,9 @@ _VALUES = ("--rdzv-conf", "--monitor-interval", "--start-method", "--local-addr"
 # Option, whether it has a value, and what to do instead.
 _ELASTIC = "Remedy: --nnodes MIN:MAX and --max-restarts N."
 _REFUSED = (
-    ("-r", True, "Remedy: --log-dir DIR writes all streams to files; --tee chooses those that are shown."),
-    ("--redirects", True, "Remedy: --log-dir DIR writes all streams to files; --tee chooses those that are shown."),
     ("--duplicate-stdout-filters", True, "Remedy: --log-dir DIR writes all streams to files, to be searched there."),
     ("--duplicate-stderr-filters", True, "Remedy: --log-dir DIR writes all streams to files, to be searched there."),
-    ("--logs-specs", True, "Remedy: --log-dir DIR and --tee."),
+    ("--logs-specs", True, "Remedy: --log-dir DIR and --redirects."),
     ("--event-log-handler", True, "There are no events of torchelastic. Remedy: leave it out; failures are on stderr."),
     ("--numa-binding", True, "Remedy: --bind-cores, or --bind-core-list, binds each worker to cores of one NUMA node."),
     ("--virtual-local-rank", False, "Remedy: leave it out; LOCAL_RANK and the GPU of a worker have the same number."),

@@ -164,12 +164,21 @@ def _add_run_options(add: Callable[..., None]) -> None:
         help="also append each stream to DIR/rankN.{stdout,stderr}.log",
     )
     add(
+        "-r",
+        "--redirects",
+        type=_streams,
+        default=frozenset(),
+        metavar="0-3",
+        help="streams that go to the files of --log-dir only and are not shown: 0 none (the default), 1 stdout, 2 stderr, "
+        "3 both",
+    )
+    add(
         "-t",
         "--tee",
-        type=_streams,
-        default={},
+        type=_teed_streams,
+        default=frozenset(),
         metavar="0-3",
-        help="streams to show: 0 none, 1 stdout, 2 stderr, 3 both (the default); what is not shown is in --log-dir",
+        help="as torchrun: streams that are shown whatever --redirects says; all go to the files of --log-dir",
     )
     add("--local-ranks-filter", type=_ranks, metavar="0,1", help="show the output of these local ranks only")
     add(
@@ -234,8 +243,17 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     least, args.num_nodes = args.num_nodes
     args.min_nodes = args.min_nodes or least
     args.asks_jobs = args.dump is not None or args.trace is not None
-    if args.standalone and (others := _other_hosts(args)):
+    others = _other_hosts(args)
+    if args.standalone and (others or (args.num_nodes or 1) > 1):
+        others = others or f"--num-nodes {args.num_nodes}"
         parser.error(f"--standalone: this machine only, but {others} names others. Remedy: leave one of the two out.")
+    if args.node_rank is not None and others:
+        what = f"--node-rank {args.node_rank}: hosts join by themselves"
+        parser.error(f"{what}, but {others} names others. Remedy: leave one of the two out; --nnodes says how many join.")
+    hidden = args.redirects - args.tee
+    if hidden and args.log_dir is None:
+        parser.error("--redirects: output that is not shown would be lost. Remedy: --log-dir DIR, or no --redirects.")
+    args.shown = dict.fromkeys(hidden, False)
     if args.asks_jobs:
         if command:
             option = "--dump" if args.trace is None else "--trace"
@@ -255,12 +273,10 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
 
 
 def _other_hosts(args: argparse.Namespace) -> str:
-    """Return the option by which the user asks for other hosts than this one; an empty string if there is none."""
+    """Return the option by which the user says which other hosts to reach; an empty string if there is none."""
     if args.hostfile is not None:
         return f"--hostfile {args.hostfile}"
-    if args.launcher not in (None, "local"):
-        return f"--launcher {args.launcher}"
-    return f"--num-nodes {args.num_nodes}" if (args.num_nodes or 1) > 1 else ""
+    return f"--launcher {args.launcher}" if args.launcher not in (None, "local") else ""
 
 
 def _joined(parser: argparse.ArgumentParser, argv: Sequence[str]) -> list[str]:
@@ -320,10 +336,15 @@ def _cores(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 0-7,16") from None
 
 
-def _streams(text: str) -> dict[str, bool]:
+def _streams(text: str) -> frozenset[str]:
     if text not in ("0", "1", "2", "3"):
         raise argparse.ArgumentTypeError(f"{text!r} is not 0, 1, 2 or 3")
-    return {"stdout": text in "13", "stderr": text in "23"}
+    return frozenset(stream for stream, those in (("stdout", "13"), ("stderr", "23")) if text in those)
+
+
+def _teed_streams(text: str) -> frozenset[str]:
+    """Return the streams of ``3`` or, as torchrun has it for each local rank, of ``0:3,1:1``: those of any of them."""
+    return frozenset[str]().union(*(_streams(item.rpartition(":")[2]) for item in text.split(",")))
 
 
 def _ranks(text: str) -> frozenset[int]:

@@ -3892,4 +3892,20 @@ MUTANTS = (
         '        omp_threads=str(args.omp_threads or environment.get(THREADS_NAME, "")) or None,',
         ("tests/unit/test_launcher.py::test_omp_threads",),
     ),
+    Mutant(
+        "tee-hides-what-it-does-not-name",
+        "swallowed",
+        "launcher/options.py",
+        "    hidden = args.redirects - args.tee",
+        "    hidden = args.redirects ^ args.tee",
+        ("tests/unit/test_launcher_hosts.py", "-k", "what_is_shown"),
+    ),
+    Mutant(
+        "one-node-waits-for-others",
+        "order",
+        "launcher/cli.py",
+        "    if count == 1:  # no other host will join",
+        "    if count == 1 and address:",
+        ("tests/unit/test_launcher_hosts.py", "-k", "one_node_is_this_machine"),
+    ),
 )

@@ -556,14 +556,33 @@ def test_a_batch_job_on_its_first_node_alone_goes_back_into_the_queue_too(folder
     assert (folder / "told").read_text() == "requeue 7\n"
 
 
-@pytest.mark.parametrize(("tee", "shown"), [("0", ""), ("1", "out 0\n"), ("3", "out 0\n")])
-def test_what_is_shown(folder: Path, tee: str, shown: str) -> None:
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (("--tee=0",), ("out 0\n", "err\n")),
+        (("--tee=1",), ("out 0\n", "err\n")),
+        (("--redirects=3",), ("", "")),
+        (("-r", "3", "-t", "0:0,1:1"), ("out 0\n", "")),
+        (("-r1",), ("", "err\n")),
+    ],
+)
+def test_what_is_shown(folder: Path, options: tuple[str, ...], shown: tuple[str, str]) -> None:
+    """As torchrun: what --redirects names goes to files only, unless --tee names it, too."""
     (folder / "train.py").write_text("import os, sys\nprint('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n")
-    options = ["--nproc=2", f"--tee={tee}", "--local-ranks-filter=0", "--log-dir=logs"]
-    command = [sys.executable, "-m", "zerorun.launcher.cli", *options, "train.py"]
+    files = ["--local-ranks-filter=0", "--log-dir=logs"]
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--nproc=2", *files, *options, "train.py"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30 * patience())
-    assert done.stdout == shown and done.stderr == ("err\n" if tee == "3" else "")
+    assert (done.stdout, done.stderr) == shown
     assert (folder / "logs" / "rank1.stdout.log").read_text() == "out 1\n"
+
+
+@pytest.mark.parametrize("options", [("--nnodes=1", "--node-rank=0"), ("--node-rank=0", "--spares=0")])
+def test_one_node_is_this_machine(folder: Path, options: tuple[str, ...]) -> None:
+    (folder / "train.py").write_text("import os; print(*(os.environ[k] for k in ('RANK', 'WORLD_SIZE', 'MASTER_ADDR')))\n")
+    command = [sys.executable, "-m", "zerorun.launcher.cli", *options, "train.py"]
+    environment = {**os.environ, **SLURM}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=30 * patience())
+    assert (done.returncode, done.stdout) == (0, "0 1 127.0.0.1\n"), done.stderr
 
 
 def test_the_deepspeed_mode_reaches_all_workers(folder: Path) -> None:
