@@ -93,18 +93,28 @@ def in_allocation(environment: Mapping[str, str]) -> bool:
 
 
 def other_launchers(environment: Mapping[str, str]) -> str:
-    """Return, in the first of several launchers that mpirun or srun has started, what is to be said of it; else nothing.
+    """Return, in the first of several launchers that something else has started, what is to be said of it; else nothing.
 
     It is no error: several settings may be tried at once.
     """
     number, count = place_in_step(environment)
-    if number > 0 or count == 1:
+    started, remedy = f"mpirun or srun has started {count} launchers", "start zerorun once, without them"
+    if count == 1:
+        number, count = (_number(environment, *default) for default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        started = f"WORLD_SIZE={count} is set, as if something else, such as Kubernetes, had started {count} launchers"
+        remedy = "start zerorun once"
+    if number > 0 or count <= 1:
         return ""
     return (
-        f"mpirun or srun has started {count} launchers, and each starts a job of its own, with a model of its own. If one "
-        "job is meant: start zerorun once, without them; or let them start the ranks, with python in the place of zerorun; "
-        "or give --nnodes, --node-rank and --master-addr."
+        f"{started}, and each starts a job of its own, with a model of its own. If one job is meant: {remedy}; or have the "
+        "ranks started in its place, with python instead of zerorun; or give --nnodes, --node-rank and --master-addr (or "
+        "PET_NNODES, PET_NODE_RANK and PET_MASTER_ADDR). If not: --standalone."
     )
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    value = environment.get(name, "")
+    return int(value) if value.isdecimal() else default
 
 
 def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[Host]:

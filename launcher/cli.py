@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
     """Run the command line ``argv`` and return the exit status. ``defaults``: of options, by their ``dest``."""
     parser = build_parser()
     parser.set_defaults(**defaults)
-    args = parse_args(parser, sys.argv[1:] if argv is None else argv)
+    args = parse_args(parser, sys.argv[1:] if argv is None else argv, os.environ)
     try:
         return _launch(args)
     except (LaunchError, ConfigError) as error:
@@ -73,7 +73,8 @@ def _launch(args: argparse.Namespace) -> int:
     from .sbatch import REQUEUE_STATUS, requeue
 
     launcher, hosts = choose_hosts(args, os.environ)
-    if launcher == "local" and not by_hand(args) and (warning := other_launchers(os.environ)):
+    is_meant = args.standalone or by_hand(args)
+    if launcher == "local" and not is_meant and (warning := other_launchers(os.environ)):
         print(f"[zerorun] warning: {warning}", file=sys.stderr, flush=True)
     request = make_request(args, launcher, hosts, os.environ)
     options = carrier_options(args)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import zerorun
 
-from .foreign_options import add_foreign_options, launcher_name
+from .foreign_options import add_foreign_options, launcher_name, torchrun_defaults
 
 VERIFY = "verify"  # the script that zerorun has: module:function --config FILE
 _LAUNCHERS = ("local", "ssh", "slurm", "pdsh", "openmpi")
 
 _EPILOG = """\
 Options after the script are the script's own and reach it unchanged.
+torchrun's variables (PET_NNODES, PET_NODE_RANK, ...) are defaults of the options of these names.
 zerorun [options] verify module:function --config FILE compares the training that the function describes with one process.
 exit status: that of the worker that failed first (128 + n if signal n ended it); 69 if a host failed first; 0 if all
 ended well; 2 if nothing was started.
@@ -231,9 +233,19 @@ def _add(parser: argparse.ArgumentParser, *names: str, **options: Any) -> None:
         parser.add_argument(*twins, **hidden)
 
 
-def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """Return ``argv`` as a namespace with ``target`` and ``target_args``; exit with status 2 if it cannot be parsed."""
-    argv = _joined(parser, argv)
+def parse_args(
+    parser: argparse.ArgumentParser, argv: Sequence[str], environment: Mapping[str, str] | None = None
+) -> argparse.Namespace:
+    """Return ``argv`` as a namespace with ``target`` and ``target_args``; exit with status 2 if it cannot be parsed.
+
+    Variables of torchrun in ``environment`` are defaults; the user is told which.
+    """
+    argv, environment = _joined(parser, argv), environment or {}
+    taken = torchrun_defaults(parser, argv, environment)
+    if taken:
+        told = ", ".join(f"{name}={environment[name]}" for name in taken)
+        print(f"[zerorun] options by variables that torchrun reads: {told}", file=sys.stderr, flush=True)
+    argv = [*taken.values(), *argv]
     args, unknown = parser.parse_known_args(argv)
     if unknown:
         parser.error(f"unknown option {unknown[0]}. Options of the script belong after the script.")

@@ -153,6 +153,7 @@ def test_facts_alone_on_a_machine_without_programs() -> None:
 @pytest.mark.nightly
 def test_the_live_check_does_not_mind_a_strange_environment() -> None:
     nonsense = {"RANK": "x", "WORLD_SIZE": "", "MASTER_PORT": "-1", "MASTER_ADDR": "nowhere.invalid"}
+    nonsense |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "x", "PET_MAX_RESTARTS": "?"}
     status, report = as_json("--quick", PATH="", **nonsense)
     assert status in (0, 1), report["findings"]
 

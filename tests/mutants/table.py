@@ -3908,4 +3908,12 @@ MUTANTS = (
         "    if count == 1 and address:",
         ("tests/unit/test_launcher_hosts.py", "-k", "one_node_is_this_machine"),
     ),
+    Mutant(
+        "a-variable-that-is-overridden-is-told",
+        "stale",
+        "launcher/foreign_options.py",
+        '        if name in moot or action.dest in given or (is_flag and value == "0"):',
+        '        if name in moot or (is_flag and value == "0"):',
+        ("tests/unit/test_launcher.py", "-k", "what_the_environment_said_is_told_once"),
+    ),
 )

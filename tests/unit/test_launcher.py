@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 import zerorun
 from zerorun.errors import LaunchError
-from zerorun.launcher import chosen_hosts, cli, facts, failures, node, screen
+from zerorun.launcher import chosen_hosts, cli, facts, failures, foreign_options, node, screen
 from zerorun.launcher.hosts import Host
 from zerorun.launcher.job_plan import (
     JobPlan,
@@ -258,6 +258,112 @@ def test_several_launchers_say_that_each_has_a_job_of_its_own(
     assert "has started 3 launchers, and each starts a job of its own" in said("0")
     assert "launchers" not in said("1")  # once is enough
     assert "launchers" not in said("0", "--nnodes=3", "--node-rank=0", "--master-addr=127.0.0.1")
+
+
+# Defaults of torchrun's options in the environment
+
+_HERE = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "pod-0", "PET_MASTER_PORT": "23456"}
+# Of the second of two pods, as Kubeflow's training operator sets them.
+KUBEFLOW = {**_HERE, "PET_NPROC_PER_NODE": "4", "MASTER_ADDR": "pod-0", "WORLD_SIZE": "2", "RANK": "1"}
+ELASTIC = {"PET_RDZV_ENDPOINT": "pod-0:29400", "PET_RDZV_BACKEND": "c10d", "PET_NNODES": "1:3", "PET_MAX_RESTARTS": "5"}
+
+
+def taken(environment: dict[str, str], *argv: str) -> dict[str, Any]:
+    """What variables and the options ``argv`` come to, as far as it is not what it is without both."""
+    found = vars(parse_args(build_parser(), [*argv, "train.py"], environment))
+    plain: dict[str, Any] = vars(parse("train.py"))
+    return {name: value for name, value in found.items() if value != plain[name] and name not in ("words", "command")}
+
+
+@pytest.mark.parametrize(
+    ("environment", "argv", "expected"),
+    [
+        (KUBEFLOW, (), {"num_nodes": 2, "node_rank": 1, "master_addr": "pod-0", "master_port": 23456, "nproc_per_node": 4}),
+        (
+            {**KUBEFLOW, "PET_NPROC_PER_NODE": "auto", "PET_LOG_DIR": "logs", "PET_REDIRECTS": "0", "PET_TEE": "3"},
+            ("--nproc=3", "--node_rank", "0", "-t", "1", "--master-port=0"),
+            {"num_nodes": 2, "node_rank": 0, "master_addr": "pod-0", "nproc_per_node": 3, "log_dir": Path("logs"),
+             "tee": frozenset({"stdout"})},
+        ),
+        (ELASTIC, (), {"num_nodes": 3, "min_nodes": 1, "rdzv_endpoint": "pod-0:29400", "rdzv_backend": "c10d",
+                       "max_restarts": 5}),
+        # Of two addresses, that of the command line; else torchrun takes the rendezvous.
+        ({**ELASTIC, "PET_MASTER_ADDR": "a", "PET_NNODES": "1"}, ("--max-restarts=0",),
+         {"num_nodes": 1, "rdzv_endpoint": "pod-0:29400", "rdzv_backend": "c10d"}),
+        ({"PET_RDZV_ENDPOINT": "a:1"}, ("--master-addr=b",), {"master_addr": "b"}),
+        ({"PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "1"}, ("--rdzv-endpoint=b:2",), {"rdzv_endpoint": "b:2"}),
+        # Who says where to start means that alone.
+        ({**KUBEFLOW, "PET_ROLE": "r"}, ("-H", "hosts"), {"hostfile": "hosts", "nproc_per_node": 4, "role": "r"}),
+        (KUBEFLOW, ("--standalone",), {"standalone": True, "nproc_per_node": 4}),
+        ({**KUBEFLOW, "PET_STANDALONE": "1"}, ("--launcher=slurm",), {"launcher": "slurm", "nproc_per_node": 4}),
+        # Empty, 0 for a flag, what changes nothing here, and what belongs to others.
+        ({"PET_NNODES": "", "PET_STANDALONE": "0", "PET_RDZV_CONF": "a=1", "PET_HOSTFILE": "x", "PET_STEPS": "9"}, (), {}),
+        ({"PET_STANDALONE": "1", "PET_SHUTDOWN_TIMEOUT": "30"}, (), {"standalone": True, "grace": 30.0}),
+        ({"PET_MODULE": "1", "PET_EXPORT": "A=1"}, ("--export=B=2",), {"module": True, "export": [("B", "2")]}),
+    ],
+)  # fmt: skip
+def test_defaults_of_torchrun_in_the_environment(
+    script: str, environment: dict[str, str], argv: tuple[str, ...], expected: dict[str, Any]
+) -> None:
+    assert taken(environment, *argv) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("PET_NNODES", "many", "PET_NNODES=many: 'many' is not a positive number. Remedy: "),
+        ("PET_RDZV_BACKEND", "etcd", "PET_RDZV_BACKEND=etcd: invalid choice: 'etcd'"),
+        ("PET_VIRTUAL_LOCAL_RANK", "1", "PET_VIRTUAL_LOCAL_RANK=1: zerorun has no such option. Remedy: leave"),
+    ],
+)
+def test_a_default_that_cannot_be_is_named(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        cli.main([script])
+    assert words in capsys.readouterr().err
+
+
+def test_all_defaults_of_torchrun_are_known() -> None:
+    theirs = {action.dest for action in get_args_parser()._actions if type(action).__name__ in ("env", "check_env")}
+    ignored = {option[2:].replace("-", "_") for option in (*foreign_options._FLAGS, *foreign_options._VALUES)}
+    assert len(theirs) > 20 and theirs - ignored == set(foreign_options.TORCHRUN)
+    assert foreign_options.without_torchrun_defaults({**KUBEFLOW, "PET_SCANS": "x"}) == {
+        **{name: KUBEFLOW[name] for name in ("MASTER_ADDR", "WORLD_SIZE", "RANK")},
+        "PET_SCANS": "x",
+    }
+
+
+def test_what_the_environment_said_is_told_once(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in KUBEFLOW.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["--nproc=1", "--dry-run", script]) == 0
+    said = "PET_NNODES=2, PET_NODE_RANK=1, PET_MASTER_ADDR=pod-0, PET_MASTER_PORT=23456\n"
+    assert capsys.readouterr().err == f"[zerorun] options by variables that torchrun reads: {said}"
+
+
+def test_an_outer_launcher_is_noticed_by_its_number_of_ranks(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(rank: str | None, *options: str) -> str:
+        monkeypatch.delenv("RANK", raising=False)
+        if rank is not None:
+            monkeypatch.setenv("RANK", rank)
+        assert cli.main(["--dry-run", "--nproc-per-node=1", *options, script]) == 0
+        return capsys.readouterr().err
+
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    words = "WORLD_SIZE=4 is set, as if something else, such as Kubernetes, had started 4 launchers, and each starts a job"
+    for rank in ("0", None):
+        assert words in said(rank)
+    assert said("1") == said("0", "--standalone") == ""  # once is enough; and this one is meant
+    assert said("0", "--nnodes=4", "--node-rank=0", "--master-addr=127.0.0.1") == ""
+    for value in ("1", "x", ""):
+        monkeypatch.setenv("WORLD_SIZE", value)
+        assert said("0") == ""
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,11 +56,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     jobs: list[subprocess.Popen[str]] = []
 
     def start_host(
-        rank: int, port: int, *options: str, secret: str | None = SECRET, **popen: object
+        rank: int, port: int, *options: str, secret: str | None = SECRET, is_pod: bool = False, **popen: object
     ) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "zerorun.launcher.cli", "--nnodes=2", f"--node-rank={rank}", *options,
-                   "--master-addr=127.0.0.1", f"--master-port={port}", "train.py"]  # fmt: skip
+        place = {"nnodes": 2, "node_rank": rank, "master_addr": "127.0.0.1", "master_port": port}
+        given = [] if is_pod else [f"--{name}={value}" for name, value in place.items()]
+        command = [sys.executable, "-m", "zerorun.launcher.cli", *given, *options, "train.py"]
         known = {} if secret is None else {"ZERORUN_JOB_SECRET": secret}
+        known |= {f"PET_{name.upper()}": str(value) for name, value in place.items()} if is_pod else {}
         environment = {**os.environ, **known, "HF_TOKEN": "hf_taken"}
         streams: dict[str, object] = {
             "stdin": subprocess.DEVNULL,
@@ -201,6 +203,13 @@ def test_nobody_on_the_way_can_add_change_or_repeat_a_line() -> None:
 
 
 # -- the secret itself -------------------------------------------------------------------------------------------------
+
+
+def test_pods_of_kubernetes_train_together(start: Start) -> None:
+    """Where an operator says by torchrun's variables which pod is which."""
+    port = free_port()
+    leader, guest = start(0, port, is_pod=True), start(1, port, is_pod=True)
+    assert "PET_NNODES=2, PET_NODE_RANK=0, PET_MASTER_ADDR=127.0.0.1" in assert_both_trained(leader, guest)
 
 
 def test_a_host_keeps_its_own_number_of_threads(start: Start, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from zerorun.launcher.foreign_options import without_torchrun_defaults
+
 from ..distributed.device import default_device, free_bytes, gpu_count, host_empty, on_gpu
 from ..distributed.topology import Topology
 from ..distributed.transport import world
@@ -109,7 +111,8 @@ def calibrate(ranks: int) -> Iterator[str]:
     else:
         launcher = [sys.executable, "-m", "zerorun.launcher.cli", "--standalone"]
         command = [*launcher, "--nproc-per-node", str(ranks), "-m", __name__]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
+        environment = without_torchrun_defaults(os.environ)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
         if done.returncode:
             raise LaunchError(f"{ranks} ranks could not measure this machine: {done.stderr.strip()[-2000:]}")
     gpu, values = gpu_of(LOCAL, ranks), local_values(ranks)

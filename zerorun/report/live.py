@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zerorun.launcher.bootstrap import die_with_parent
+from zerorun.launcher.foreign_options import without_torchrun_defaults
 from zerorun.launcher.hosts import Host
 
 from .reporter import FIRST, JOINING, PAIR, unmark
@@ -135,6 +136,7 @@ def run_live(
         options = _host_options(hosts, Path(folder)) if several else ["--nproc-per-node", str(live.world_size)]
         process = subprocess.Popen(
             [*command, f"--grace={_GRACE_SECONDS}", *options, *worker],
+            env=without_torchrun_defaults(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
