@@ -99,6 +99,23 @@ def save(training: Training, folder: str) -> dict[str, torch.Tensor]:
     return found
 
 
+def draw_after_loading(training: Training, folder: str) -> float:
+    """The next number after a load, on a rank with a seed of its own."""
+    engine = zerorun.initialize(build(training.model).train(), training.config)
+    torch.manual_seed(10 + engine.topology.rank)
+    engine.load_checkpoint(folder)
+    engine.destroy()
+    return torch.rand(()).item()
+
+
+def test_random_numbers_are_by_rank_only_for_the_same_division(tmp_path: Any) -> None:
+    """Ranks of a sequence draw the same numbers; as ranks of their own they would drop the same elements for ever."""
+    run_ranks(2, save, Training(stage=1), str(tmp_path))
+    for context, alike in ((2, True), (1, False)):
+        first, second = run_ranks(2, draw_after_loading, Training(stage=1, context=context, ranks=2), str(tmp_path))
+        assert (first == second) == alike
+
+
 def go_on(training: Training, folder: str) -> tuple[dict[str, torch.Tensor], float]:
     """(weights as loaded, the loss of a step after it)"""
     engine = zerorun.initialize(build(training.model).train(), training.config)

@@ -13,6 +13,7 @@ from torch import nn
 from training import make_config, merged
 
 import zerorun
+from zerorun.errors import StepError
 from zerorun.tensor_parallel.random import region_seed
 
 ACCUMULATION, LAYERS, TENSOR = 2, 4, 2
@@ -125,3 +126,30 @@ def test_dropout_equals_one_process(name: str, pipe: int, changes: str, monkeypa
 
     expected = reference(name, 1, ACCUMULATION, build_with_streams)
     compare(run_ranks(TENSOR * pipe, train, name, pipe, CHANGES[changes]), expected)
+
+
+def drift(name: str) -> list[str]:
+    """What a step says after one rank alone has drawn a number, and the next one, with numbers that are the same again."""
+    engine = zerorun.initialize(build(name), merged(make_config(1), {"tensor_parallel": {"size": TENSOR}}))
+    data, told = data_of(0, 2), []
+    for step in range(3):
+        torch.manual_seed(7)
+        if step == 1 and engine.topology.rank == 0:
+            torch.rand(1)
+        before = [value.clone() for value in engine.state_dict().values()]
+        try:
+            one_step(engine, data, 1, 1)
+            told.append("")
+        except StepError as error:
+            told.append(str(error))
+            assert all(torch.equal(a, b) for a, b in zip(before, engine.state_dict().values(), strict=True))
+    engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize(("name", "is_told"), (("gpt2", True), ("llama", False)))
+def test_tensor_ranks_that_would_drop_other_elements_are_told(name: str, is_told: bool) -> None:
+    """Their losses are the same, since they put logits together. Llama drops in regions only, where ranks differ anyway."""
+    for first, second, third in run_ranks(TENSOR, drift, name):
+        assert first == third == ""
+        assert ("had different losses or random numbers at step 1" in second) == is_told

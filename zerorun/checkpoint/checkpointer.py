@@ -249,7 +249,7 @@ class Checkpointer:
             "stage": run.config.zero_optimization.stage,
             "shard": topology.shard,
             "replicate": topology.replicate,
-            **{axis: topology.size(axis) for axis in ("pipe", "tensor", "expert") if topology.size(axis) > 1},
+            **{axis: size for axis in ("pipe", "tensor", "context", "expert") if (size := topology.size(axis)) > 1},
             "dtype": dtype,
         }
         if run.config.scales_loss:

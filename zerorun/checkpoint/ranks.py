@@ -116,11 +116,11 @@ def leads_stage(topology: Topology) -> bool:
 
 
 def is_by_rank(topology: Topology, layout: Mapping[str, Any], count: int | None) -> bool:
-    """True if what ``count`` ranks saved is by rank for these: they are as many, with the pipe and tensor degrees of then.
+    """True if what ``count`` ranks saved is by rank for these: they are as many, with the degrees of then.
 
-    ``layout``: the manifest's.
+    ``layout``: the manifest's. Ranks that divide layers or sequences draw the same numbers outside of them.
     """
-    same = (layout.get("pipe", 1), layout.get("tensor", 1)) == (topology.pipe, topology.tensor)
+    same = all(layout.get(axis, 1) == topology.size(axis) for axis in ("pipe", "tensor", "context"))
     return same and count == topology.world_size
 
 

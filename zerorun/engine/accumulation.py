@@ -182,7 +182,7 @@ class Accumulation:
         self.steps_seen = 0  # backwards of these that a step() has followed
         self._mode: str | None = None
         self._weight = 0.0
-        self._compared = 0.0  # sum of the losses that must be the same on all ranks of a tensor group
+        self._compared = 0.0  # the sum of what must be the same on all ranks with the same batch
         self._losses: list[torch.Tensor] = []  # fp64 [2] each: as ``Told.observed``
         self.notes = Notes()
         self._inspects = inspects
@@ -346,9 +346,10 @@ class Accumulation:
             counts = torch.zeros_like(counts)
         self._losses.append(torch.stack([value, counts]))
 
-    def compare(self, loss: float) -> None:
-        """Add ``loss`` to the sum that must be the same on all ranks of the tensor group."""
-        self._compared += loss if math.isfinite(loss) else 0.0
+    def compare(self, number: float) -> None:
+        """Add ``number`` to the sum that must be the same on all ranks with the same batch: a loss, or what stands for
+        random numbers."""
+        self._compared += number if math.isfinite(number) else 0.0
 
     def told(self, wishes: Sequence[int], *, must_know: bool) -> Told:
         """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step."""

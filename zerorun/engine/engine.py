@@ -97,6 +97,8 @@ class Engine(CurvatureTaking):
         if dtype is not None:
             inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
         autocast = self.config.torch_autocast
+        trains = self.module.training and torch.is_grad_enabled() and not self._calls
+        draws = self.sharded_model.parts.common_draws(self.device) if trains and self.topology.same_batch > 1 else None
         self._calls += 1
         try:
             if autocast.enabled:
@@ -110,6 +112,8 @@ class Engine(CurvatureTaking):
             raise
         finally:
             self._calls -= 1
+        if draws is not None:
+            self.accumulation.compare(draws.mark())
         return self._border.outwards(output) if passes_border else output
 
     forward = __call__

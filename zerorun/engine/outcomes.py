@@ -322,9 +322,11 @@ class Outcomes(Reports, Counters, LoopQueries):
         if summary.apart > _APART:
             what = "layers" if self.topology.context == 1 else "sequences"
             raise StepError(
-                f"ranks that divide the same {what} had different losses at step {self.global_steps}: they saw different "
-                "data, or drew different random numbers. Weights are those before this step. Remedy: choose data by "
-                "engine.topology.data_parallel_rank, not by the rank of the world, and seed all ranks of a group alike."
+                f"ranks that divide the same {what} had different losses or random numbers at step {self.global_steps}: "
+                "they saw different data, or drew different random numbers. Weights are those before this step. Remedy: "
+                "choose data by engine.topology.data_parallel_rank, not by the rank of the world, and seed all ranks of a "
+                "group alike. What one of them does alone must draw from a generator of its own, as "
+                "DataLoader(generator=...) does."
             )
 
     def _skip(self, step: UnsettledStep, outcome: Outcome) -> None:

@@ -16,6 +16,7 @@ from ..distributed.transport.transport import Transport
 if TYPE_CHECKING:
     from ..experts.loads import ExpertLoads
     from ..tensor_parallel.axis import TransportAxis
+    from ..tensor_parallel.random import CommonDraws
 
 
 @dataclass
@@ -62,6 +63,12 @@ class ParallelizedModel:
             bounds = range(0, len(found) * axis.size + 1, len(found))
             found = axis.all_gather(mine, 0, bounds, "comparison of data").tolist()
         return found
+
+    def common_draws(self, device: torch.device) -> CommonDraws:
+        """What tells, at the end of a forward that begins now, whether all ranks with the same batch drew alike in it."""
+        from ..tensor_parallel.random import CommonDraws  # already imported if there are such ranks
+
+        return CommonDraws(device)
 
     def take(self, whole: torch.Tensor, tensor_rank: int) -> None:
         """Overwrite ``whole`` with the one that ``tensor_rank`` has. All tensor ranks must call it."""

@@ -16,6 +16,8 @@ logits.
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 
 from ..distributed.device import generators
@@ -23,8 +25,34 @@ from ..distributed.device import generators
 _MULTIPLIER, _MODULUS = 6364136223846793005, 2**63 - 1
 
 
+class CommonDraws:
+    """What a forward draws from the common stream, beside the numbers for regions' seeds, on one device.
+
+    Ranks draw the same only if their default generators are equal. Whoever draws on one rank alone makes them others.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """To be made where the forward begins."""
+        self._generators = generators(device)
+        self._before = [generator.get_state() for generator in self._generators]
+        self._entries = Streams.entries
+
+    def mark(self) -> float:
+        """A number in [1, 2) that stands for what was drawn, where the forward ends; 0 if nothing was."""
+        expected = torch.Generator()
+        expected.set_state(self._before[0])
+        for _ in range(Streams.entries - self._entries):
+            _draw(expected)
+        unused = [expected.get_state(), *self._before[1:]]
+        if all(torch.equal(g.get_state(), state) for g, state in zip(self._generators, unused, strict=True)):
+            return 0.0
+        return 1 + zlib.crc32(b"".join(bytes(state.tolist()) for state in self._before)) / 2**32
+
+
 class Streams:
-    """The streams of one tensor rank, on one device."""
+    """The streams of one tensor rank, on one device. ``entries``: how often any has been entered."""
+
+    entries = 0
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -40,7 +68,8 @@ class Streams:
         """Draw from this rank's own stream from here on. This has no effect if already inside."""
         if self.inside:
             return
-        drawn = int(torch.randint(_MODULUS, (), dtype=torch.int64))
+        drawn = _draw(torch.default_generator)
+        Streams.entries += 1
         self._seed = region_seed(drawn, self._rank)
         drawn_from = generators(device)
         self._outside = [(generator, generator.get_state()) for generator in drawn_from]
@@ -53,6 +82,10 @@ class Streams:
             for generator, state in self._outside:
                 generator.set_state(state)
         self._seed, self._outside = None, []
+
+
+def _draw(generator: torch.Generator) -> int:
+    return int(torch.randint(_MODULUS, (), dtype=torch.int64, generator=generator, device="cpu"))
 
 
 def region_seed(drawn: int, rank: int) -> int:

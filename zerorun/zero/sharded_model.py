@@ -36,6 +36,14 @@ class StepLoads(Protocol):
         ...
 
 
+class ForwardDraws(Protocol):
+    """What a forward draws that all ranks with the same batch must draw alike."""
+
+    def mark(self) -> float:
+        """A number that stands for it, where the forward ends; 0 if nothing was drawn."""
+        ...
+
+
 class Parts(Protocol):
     """Converts between this rank's part of a parameter and the whole, where ranks divide layers. ``whole`` is collective.
 
@@ -61,6 +69,10 @@ class Parts(Protocol):
 
     def of_same_batch(self, number: int) -> list[int]:
         """The ``number`` that each rank with the same batch passes, by its place among them. Collective."""
+        ...
+
+    def common_draws(self, device: torch.device) -> ForwardDraws:
+        """What a forward that begins now draws, which must be alike on all ranks with the same batch."""
         ...
 
     def undo(self) -> None:
