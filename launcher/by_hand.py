@@ -231,9 +231,9 @@ class LeadingJob(Job):
         """Return no folder and no variables: a guest has its own, and must not learn those of the leader."""
         return {"grace": self._options.grace}
 
-    def _close(self, status: int) -> None:
+    def _close(self, status: int) -> int:
         self._listener.close()
-        super()._close(status)
+        return super()._close(status)
 
 
 class Guest(Agent):

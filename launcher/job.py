@@ -11,6 +11,7 @@ Everything happens in one thread and one ``select`` loop. What ends a job:
 * *The launcher gets SIGINT, SIGTERM or SIGHUP.* The signal is passed on once; another Ctrl-C kills the workers at once.
   SIGUSR1 and SIGUSR2 are passed to the workers and end nothing here.
 * *A worker ends well while others go on.* This ends nothing, but after EARLY_SECONDS (outcome.py) the user is told once.
+* *Nobody reads the output at the end.* The launcher waits for the reader, until it is gone or another signal comes.
 * *The launcher is killed.* See bootstrap.py for its own workers. The lines to other hosts break, and agents end theirs.
 
 A job that has failed is started again as a whole while restarts are left, on a new port unless the user has chosen one.
@@ -50,6 +51,7 @@ CONNECT_SECONDS = 30.0  # until an agent has said hello
 BACK_SECONDS = 5.0  # the same for a host that was lost, where the job can go on without it
 FAN_OUT = 64  # carriers that connect at the same time
 LEAVE_SECONDS = 2.0  # for all agents together to hang up
+_READER_SECONDS = 0.01  # between two attempts to write what is left at the end
 
 
 class Interrupted(Exception):
@@ -99,7 +101,7 @@ class Job:
                 status = 128 + interrupted.number
                 self.say(f"[zerorun] {signal.Signals(interrupted.number).name}: no worker is running")
             finally:
-                self._close(status)
+                status = self._close(status)
         return status
 
     def _run_rounds(self) -> int:
@@ -250,13 +252,12 @@ class Job:
         self._advance(current, time.monotonic())
         self._meeting.release()
         self._round = None
-        tails, found = self._outputs.tails(), self.hangs.progress
+        tails, found = self._outputs.end(), self.hangs.progress
         current.other_sizes = self.hangs.other_sizes()
         self._restarts.end(current.attempt(tails, found, time.monotonic()), found)
         status, lines = current.conclude(tails)
         for line in lines:
             self.say(line)
-        self._outputs.flush()
         return status, not (current.failed or current.lost or current.hang)
 
     def _advance(self, current: Round, now: float) -> None:
@@ -410,7 +411,8 @@ class Job:
             self.say("\n  ".join(["[zerorun] hosts that are back, and cannot take part:", *problems.values()]))
         self._nodes = [node for node in (*self._nodes, *back) if node.name not in problems]
 
-    def _close(self, status: int) -> None:
+    def _close(self, status: int) -> int:
+        """Leave the hosts, and wait until all output is read. Return the exit status: a signal meanwhile is no success."""
         self._meeting.release()
         nodes = [*self._nodes, *self._spares, *self._returning.nodes]
         for node in nodes:
@@ -420,8 +422,13 @@ class Job:
             time.sleep(0.01)
         for node in nodes:
             node.close()
-        self._outputs.flush()
+        try:
+            self._outputs.finish(lambda: dispatch(self._selector, _READER_SECONDS), stopped=self._stopped)
+        except Interrupted as interrupted:
+            status = status or 128 + interrupted.number
+        self._outputs.drop()
         self._selector.close()
+        return status
 
 
 def _keep_warm(nodes: Sequence[Node], request: LaunchRequest, options: JobOptions, say: Callable[[str], None]) -> None:

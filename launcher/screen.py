@@ -11,7 +11,8 @@ lines. Pipes avoid both; what a terminal would have offered is restored like thi
   in whole lines with ``[rank k] `` in front. Only the last state of a redrawn line is kept, as a terminal would show it.
 * If a rank writes while another rank's line is still open, a line feed is put in between: lines never mix.
 
-Nothing here waits: a reader that does not read (a paused pager) must not keep the launcher from seeing a dead worker.
+Nothing here waits: a reader that does not read (a paused pager) must not keep the launcher from seeing a dead worker. At
+the end of the job the launcher stays until all is read or the reader is gone, as any program does, or until a signal comes.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ import re
 import select
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from .job_plan import WorkerCommand
 from .node import STREAMS
 
 TAIL_LINES = 60
+STUCK_SECONDS = 30.0  # without a byte read, at the end of the job, until the user is told
+_STOPPED_SECONDS = 2.0  # the same after a signal has ended the job, until the rest is given up
 _MAX_OPEN_LINE = 1 << 20  # bytes without a line feed after which we stop waiting for one
 _MAX_TAIL_LINE = 4096
 _CONGESTED = 1 << 20  # bytes waiting for a slow reader after which the workers are made to wait too
@@ -73,13 +76,18 @@ class Screen:
                 return
             del self._pending[:written]
 
+    def drop(self) -> None:
+        """Give up what has not been read."""
+        self._pending.clear()
+
     @property
-    def pending(self) -> bool:
-        return bool(self._pending)
+    def pending(self) -> int:
+        """Bytes that wait for the reader."""
+        return len(self._pending)
 
     @property
     def congested(self) -> bool:
-        return len(self._pending) > _CONGESTED
+        return self.pending > _CONGESTED
 
 
 def _without_waiting(fd: int) -> int:
@@ -176,9 +184,6 @@ class Forwarder:
         return taken
 
 
-_FLUSH_SECONDS = 1.0
-
-
 class Outputs:
     """``shown``: stream -> whether it is shown; a missing one is. ``local_ranks``: whose output is shown; None for all."""
 
@@ -211,8 +216,10 @@ class Outputs:
         shown = self._shown.get(stream, True) and (self._local_ranks is None or local_rank in self._local_ranks)
         return Forwarder(rank, screen if shown else None, raw=raw, tail=tail)
 
-    def tails(self) -> dict[int, list[str]]:
-        """The last lines of stderr, by rank."""
+    def end(self) -> dict[int, list[str]]:
+        """End the round, with streams that have not ended, as of a lost host. Return the last lines of stderr, by rank."""
+        for forwarder in self._streams.values():
+            forwarder.close()
         return {rank: tail.lines() for rank, tail in self._tails.items()}
 
     def say(self, text: str) -> None:
@@ -225,16 +232,41 @@ class Outputs:
         self._stderr.drain()
 
     @property
-    def pending(self) -> bool:
-        return self._stdout.pending or self._stderr.pending
+    def pending(self) -> int:
+        """Bytes that wait for readers."""
+        return sum(screen.pending for screen in {self._stdout, self._stderr})
 
     @property
     def congested(self) -> bool:
         return self._stdout.congested or self._stderr.congested
 
-    def flush(self) -> None:
-        """Write everything, but give up after _FLUSH_SECONDS if a reader does not read."""
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        while self.pending and time.monotonic() < deadline:
+    def finish(self, wait: Callable[[], None], *, stopped: bool) -> None:
+        """Write all that is left, for as long as there are readers. ``wait`` is called in between; it may raise.
+
+        ``stopped``: a signal has ended the job, so a reader that reads nothing is soon given up.
+        """
+        left, since, told = self.pending, time.monotonic(), False
+        while left:
+            wait()
             self.drain()
-            time.sleep(0.01)
+            now = time.monotonic()
+            if self.pending != left:
+                left, since = self.pending, now
+            elif stopped and now - since > _STOPPED_SECONDS:
+                return
+            elif not told and now - since > STUCK_SECONDS:
+                told = True
+                self._tell("wait for a reader that does not read. Remedy: let it read, or press Ctrl-C, which drops them.")
+
+    def drop(self) -> None:
+        """Give up what has not been read."""
+        self._tell("are lost, because nobody has read them. Remedy: --log-dir keeps all output.")
+        self._stdout.drop()
+        self._stderr.drop()
+
+    def _tell(self, what: str) -> None:
+        """Say of a stream that waits for its reader, on the other one, how many bytes of it ``what``."""
+        streams = (STREAMS[0], self._stdout, self._stderr), (STREAMS[1], self._stderr, self._stdout)
+        for name, screen, other in streams:
+            if screen.pending and not other.pending:
+                other.say(f"[zerorun] the job has ended; {screen.pending} bytes of its {name} {what}")

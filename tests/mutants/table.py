@@ -3940,4 +3940,12 @@ MUTANTS = (
         '        if name in moot or (is_flag and value == "0"):',
         ("tests/unit/test_launcher.py", "-k", "what_the_environment_said_is_told_once"),
     ),
+    Mutant(
+        "slow-readers-are-not-waited-for",
+        "wait",
+        "launcher/screen.py",
+        "            elif stopped and now - since > _STOPPED_SECONDS:",
+        "            elif now - since > _STOPPED_SECONDS:",
+        ("tests/unit/test_launcher_processes.py", "-k", "slow_reader"),
+    ),
 )

@@ -23,6 +23,7 @@ from zerorun.launcher.job_plan import (
     LaunchRequest,
     ProgramKind,
     Rendezvous,
+    WorkerCommand,
     build_plan,
     full_environment,
     render_text,
@@ -676,6 +677,16 @@ def test_a_line_that_is_open_is_closed_before_another_rank_speaks() -> None:
     assert os.read(reader, 1000) == b"\r10%\r20%\n[rank 1] hello\n\r30%\nend\n"
     os.close(reader)
     os.close(writer)
+
+
+def test_an_open_line_of_a_stream_that_does_not_end_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    """As of a host that is lost."""
+    outputs = screen.Outputs({}, None)
+    outputs.expect([WorkerCommand(rank, rank, ("python",), {}) for rank in range(2)])
+    for stream in ("stdout", "stderr"):
+        outputs.take(1, stream, f"half a line of {stream}".encode())
+    assert outputs.end() == {1: ["half a line of stderr"]}
+    assert capfd.readouterr() == ("[rank 1] half a line of stdout\n", "[rank 1] half a line of stderr\n")
 
 
 def test_out_of_memory_kills_are_those_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,10 +47,15 @@ SLEEPER = "[sys.executable, '-c', 'import signal, time; signal.signal(15, signal
 class Job:
     """A launcher started in ``folder`` with ``script``."""
 
-    def __init__(self, folder: Path, script: str, *options: str, args: tuple[str, ...] = (), **popen: object) -> None:
+    def __init__(
+        self, folder: Path, script: str, *options: str, args: tuple[str, ...] = (), hurried: str = "", **popen: object
+    ) -> None:
+        """``hurried``: what gives constants of the launcher's modules other values."""
         self.folder = folder
         (folder / "train.py").write_text(PRELUDE + textwrap.dedent(script))
-        command = [sys.executable, "-m", "zerorun.launcher.cli", *options, "train.py", *args]
+        begin = f"import sys; from zerorun.launcher import cli, outcome, screen; {hurried}; sys.exit(cli.main())"
+        launcher = ["-c", begin] if hurried else ["-m", "zerorun.launcher.cli"]
+        command = [sys.executable, *launcher, *options, "train.py", *args]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **popen}
         self.process: subprocess.Popen[bytes] = subprocess.Popen(command, cwd=folder, **pipes)  # type: ignore[call-overload]
 
@@ -376,9 +381,44 @@ def test_reader_that_does_not_read_hides_no_failure(start: Start, tmp_path: Path
         """,
         "--nproc=2", stderr=log.open("wb"),
     )  # fmt: skip
-    assert job.process.wait(timeout=10 * patience()) == 1
-    assert "its stderr:\n  no luck\n" in log.read_text()
+    wait_for(lambda: "its stderr:\n  no luck\n" in log.read_text(), 10)
     assert_gone(job.pids(2))
+    job.process.communicate(timeout=10 * patience())
+    assert job.process.returncode == 1
+
+
+def test_a_slow_reader_gets_all_of_the_output(start: Start) -> None:
+    """The report of the failure too, although nobody reads for a while when the last worker has ended."""
+    job = start("for stream in (sys.stdout, sys.stderr): stream.write('x' * 500000 + '\\n')\nsys.exit(3)", "--nproc=1")
+    assert_gone(job.pids(1), 20)
+    time.sleep(2.5)
+    code, out, err = job.finish()
+    assert code == 3 and len(out) == 500001
+    assert err.startswith("x" * 500000) and err.endswith("=" * 80 + "\n")
+
+
+def test_a_signal_ends_the_wait_for_a_reader_and_the_loss_is_told(start: Start) -> None:
+    job = start("print('x' * 499999)", "--nproc=1", hurried="screen.STUCK_SECONDS = 0.2")
+    assert job.process.stderr is not None
+    waits = job.process.stderr.readline().decode()
+    found = re.fullmatch(r"\[zerorun\] the job has ended; (\d+) bytes of its stdout wait for .* Remedy: .*\n", waits)
+    assert found, waits
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(timeout=10 * patience()) == 143
+    _, out, err = job.finish()
+    assert f"[zerorun] the job has ended; {found[1]} bytes of its stdout are lost, " in err
+    assert len(out) + int(found[1]) == 500000
+
+
+def test_after_a_signal_a_reader_that_takes_nothing_is_not_waited_for(start: Start) -> None:
+    script = "signal.signal(signal.SIGTERM, lambda *_: sys.exit())\nprint('x' * 499999, flush=True)\nnote(0)\n"
+    job = start(script + "time.sleep(60)", "--nproc=1")
+    job.pids(2)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.process.wait(timeout=15 * patience()) == 0
+    _, out, err = job.finish()
+    lost = re.search(r"(\d+) bytes of its stdout are lost", err)
+    assert lost and len(out) + int(lost[1]) == 500000
 
 
 def test_reader_that_leaves_does_not_end_the_job(start: Start) -> None:
@@ -525,20 +565,14 @@ def test_terminal_that_nobody_reads_does_not_stop_the_launcher(start: Start) -> 
 # Workers that end well before the others
 
 
-def test_a_worker_that_ended_well_while_others_go_on_is_named_once(tmp_path: Path) -> None:
+def test_a_worker_that_ended_well_while_others_go_on_is_named_once(start: Start) -> None:
     script = "if rank in (0, 2): time.sleep(2.5)\nif rank == 2: sys.exit('Broken pipe')\n"
-    (tmp_path / "train.py").write_text(PRELUDE + script)
-    hurried = "import sys; from zerorun.launcher import cli, outcome\noutcome.EARLY_SECONDS = 0.3\n"
-    hurried += "sys.exit(cli.main(sys.argv[1:]))"
-    command = [sys.executable, "-c", hurried, "--nproc=3", "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30 * patience(), check=False)
-    assert done.returncode == 1
+    code, _, err = start(script, "--nproc=3", hurried="outcome.EARLY_SECONDS = 0.3").finish(30)
+    assert code == 1
     note = r"\[zerorun\] rank 1 ended with exit code 0 \d s ago; ranks 0, 2 still run, and will fail if waiting for it\. "
-    assert len(re.findall(note, done.stderr)) == 1, done.stderr
-    assert re.search(
-        r"zerorun: rank 1 ended with exit code 0, .* s after the start; others were waiting for it\n", done.stderr
-    )
-    assert "rank 2 failed first because of it" in done.stderr
+    assert len(re.findall(note, err)) == 1, err
+    assert re.search(r"zerorun: rank 1 ended with exit code 0, .* s after the start; others were waiting for it\n", err)
+    assert "rank 2 failed first because of it" in err
 
 
 def test_workers_that_end_well_one_after_the_other_are_left_alone(start: Start) -> None:
