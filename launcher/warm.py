@@ -9,10 +9,12 @@ forked is no child of the process that forks it, but of the supervisor, which ad
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import gc
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import socket
@@ -22,6 +24,7 @@ import time
 import types
 from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
+from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from typing import IO, Any
 
 from .bootstrap import die_with, start_process
@@ -32,7 +35,8 @@ _MOST_FILES = 5
 _NUMBER = 4  # bytes of what is said on the line: the number of a process, the length of an order
 _ANSWER_S = 10.0
 _IMPORTS = ("torch", "zerorun.engine.initialize")  # by this process alone: the launcher has no use for them
-_OWN_FILES = (__file__, runpy.__file__, "<frozen runpy>")
+_FROZEN = ("<frozen runpy>", "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>")
+_OWN_FILES = (__file__, runpy.__file__, *_FROZEN)
 # They say which rank the worker is, and matter only when it runs.
 _OF_A_RANK = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "CROSS_RANK"}
@@ -269,13 +273,8 @@ def _become(order: dict[str, Any], files: list[int]) -> None:
     os.environ.update(order["env"])  # what imports have set stays, as when they come later
     if files:
         os.environ[VARIABLE] = ",".join(map(str, files))
-    argv = order["argv"]
     try:
-        if argv[0] == "-m":
-            sys.argv, sys.path[0:0] = argv[1:], [os.getcwd()]
-            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
-        else:
-            _run_script(argv)
+        run_as_main(order["argv"])
     except Exception as error:  # as Python shows it, without the lines above
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
@@ -285,16 +284,33 @@ def _become(order: dict[str, Any], files: list[int]) -> None:
         sys.exit(1)
 
 
-def _run_script(argv: Sequence[str]) -> None:
-    """Run the script as ``python`` does: its module is the main one, also for those who look at it later."""
-    path = os.path.abspath(argv[0])
-    sys.argv, sys.path[0:0] = list(argv), [os.path.dirname(path)]
-    with open(path, "rb") as file:
-        code = compile(file.read(), path, "exec")
+def run_as_main(argv: Sequence[str]) -> None:
+    """Run what ``python`` would run: a script, a folder, an archive, or ``-m`` and a module.
+
+    It is the main module, also for those who look at it later.
+    """
+    sys.orig_argv[1:] = ["-u", *argv]
+    safe = sys.version_info >= (3, 11) and bool(os.environ.get("PYTHONSAFEPATH"))
+    path = os.path.join(os.getcwd(), argv[0])  # Python does no more to it
     module = types.ModuleType("__main__")
-    module.__dict__.update(__file__=path, __builtins__=__builtins__, __cached__=None)
+    vars(module).update(__builtins__=builtins, __cached__=None)
+    if "__annotations__" in vars(sys.modules["__main__"]):  # not in all versions of Python
+        vars(module)["__annotations__"] = {}
     sys.modules["__main__"] = module
-    exec(code, module.__dict__)
+    if argv[0] == "-m":
+        sys.argv, sys.path[0:0] = ["-m", *argv[2:]], [] if safe else [os.getcwd()]
+        runpy._run_module_as_main(argv[1])  # type: ignore[attr-defined]  # as Python does
+    elif pkgutil.get_importer(path) is not None:  # a folder or an archive
+        sys.argv, sys.path[0:0] = list(argv), [path]
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+    else:
+        sys.argv, sys.path[0:0] = list(argv), [] if safe else [os.path.dirname(os.path.realpath(path))]
+        kind = SourcelessFileLoader if path.endswith(".pyc") else SourceFileLoader
+        vars(module).update(__file__=path, __loader__=(loader := kind("__main__", path)))
+        if isinstance(loader, SourceFileLoader):
+            exec(loader.source_to_code(loader.get_data(path), path), vars(module))
+        else:
+            loader.exec_module(module)
 
 
 if __name__ == "__main__":

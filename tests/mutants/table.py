@@ -3948,4 +3948,12 @@ MUTANTS = (
         "            elif now - since > _STOPPED_SECONDS:",
         ("tests/unit/test_launcher_processes.py", "-k", "slow_reader"),
     ),
+    Mutant(
+        "links-to-scripts-are-not-followed",
+        "stale",
+        "launcher/warm.py",
+        "        sys.argv, sys.path[0:0] = list(argv), [] if safe else [os.path.dirname(os.path.realpath(path))]",
+        "        sys.argv, sys.path[0:0] = list(argv), [] if safe else [os.path.dirname(path)]",
+        ("tests/unit/test_told_restarts.py", "-k", "as_python_does"),
+    ),
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import py_compile
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -329,6 +331,62 @@ imported = "torch" in sys.modules
 """
     + TRAINS
 )
+
+
+# What a main module sees of itself and of Python, in lines.
+LOOK = """\
+import os, sys
+def scaled(loss: float) -> int: ...
+kept: list[int] = []
+print("ANNOTATIONS", scaled.__annotations__, __annotations__)
+print("GIVEN", sys.argv, sys.orig_argv, sys.path, sep="\\n")
+assert sys.modules["__main__"].__dict__ is globals()
+for name, value in sorted(globals().items()):
+    print(name, value if isinstance(value, str) else type(value))
+if __spec__ is not None:
+    print(__spec__.name, __spec__.origin, __spec__.parent)
+print(getattr(__loader__, "path", getattr(__loader__, "archive", "")), sys._getframe().f_code.co_filename)
+"""
+RUN = "import sys; from zerorun.launcher.warm import run_as_main; run_as_main(sys.argv[1:])"
+
+
+def what_python_runs(folder: Path, kind: str) -> list[str]:
+    """Arguments of Python that run LOOK, all in folders below ``folder``. It is to be run in ``folder / "here"``."""
+    here, there = folder / "here", folder / "there"
+    for place in (here / "package", there):
+        place.mkdir(parents=True)
+    for path in (there / "script.py", here / "package" / "__main__.py"):
+        path.write_text(LOOK)
+    match kind:
+        case "link":
+            (here / "train.py").symlink_to("../there/script.py")
+            return ["train.py"]
+        case "elsewhere":
+            return ["../there/script.py"]
+        case "compiled":
+            py_compile.compile(str(there / "script.py"), str(here / "script.pyc"))
+            return ["script.pyc"]
+        case "archive":
+            shutil.make_archive(str(here / "train"), "zip", here / "package")
+            return ["train.zip"]
+        case "module":
+            return ["-m", "package"]
+    return ["package"]
+
+
+@pytest.mark.parametrize("safe", ("", "1"))
+@pytest.mark.parametrize("kind", ("link", "elsewhere", "compiled", "folder", "archive", "module"))
+def test_a_worker_in_reserve_runs_the_script_as_python_does(tmp_path: Path, kind: str, safe: str) -> None:
+    """PYTHONSAFEPATH is set while it imports, and afterwards as the user has it."""
+    argv = [*what_python_runs(tmp_path, kind), "--one", "two"]
+    as_is = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    how = {"cwd": tmp_path / "here", "capture_output": True, "text": True, "check": False}
+    fresh = subprocess.run([sys.executable, "-u", *argv], env={**as_is, "PYTHONSAFEPATH": safe}, **how)
+    begin = f"import os; os.environ['PYTHONSAFEPATH'] = '{safe}'; {RUN}"
+    warm = subprocess.run([sys.executable, "-u", "-c", begin, *argv], env={**as_is, "PYTHONSAFEPATH": "1"}, **how)
+    assert fresh.returncode == 0 or (kind == "module" and safe), fresh.stderr
+    assert warm.returncode == fresh.returncode, warm.stderr
+    assert warm.stdout.splitlines() == fresh.stdout.splitlines()
 
 
 def test_a_worker_in_reserve_becomes_as_one_that_is_started(tmp_path: Path) -> None:
