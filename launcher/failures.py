@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerorun.log import counted, ranks_in_words
 
-_TRACEBACK = "Traceback (most recent call last):"
+TRACEBACK = "Traceback (most recent call last):"
 RULE = "=" * 80
 # Messages of gloo, NCCL, torch and zerorun when a peer has gone.
 _PEER_GONE = re.compile(
@@ -18,6 +18,9 @@ _PEER_GONE = re.compile(
     r"|DistNetworkError|nccl\w*error",
     re.IGNORECASE,
 )
+# A line of these is one without a traceback above it. Others that name a cause, such as "wandb: ...", are not.
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt|Exit)(:|$)")
+_NATIVE_EXCEPTION = re.compile(r"\s*what\(\): ")
 SAME_BATCHES = (
     "Remedy: give all ranks the same number of batches (DistributedSampler and drop_last=True do), and leave the loop on "
     "all of them at the same step."
@@ -102,7 +105,7 @@ def _signal_name(number: int) -> str:
 def last_traceback(lines: Sequence[str]) -> list[str]:
     """Return ``lines`` from the header of the last Python traceback on; an empty list if there is none."""
     for index in range(len(lines) - 1, -1, -1):
-        at = lines[index].find(_TRACEBACK)
+        at = lines[index].find(TRACEBACK)
         if at >= 0:
             # An exception group's header is indented; anything else in front is a progress bar's open line.
             lead = lines[index][:at]
@@ -111,26 +114,40 @@ def last_traceback(lines: Sequence[str]) -> list[str]:
     return []
 
 
+def exception_line(end: WorkerEnd) -> str | None:
+    """Return the line that names the exception with which it ended; None if there is none.
+
+    Below a traceback it is the first that is not indented. That of native code counts if a signal has ended the worker.
+    """
+    lines = [line for line in end.stderr_tail if line.strip()]
+    if end.returncode < 0 and (native := [line for line in lines if _NATIVE_EXCEPTION.match(line)]):
+        return native[-1]
+    traceback = last_traceback(lines)
+    found = [line for line in traceback[1:] if not line[0].isspace()][:1] if traceback else lines[-1:]
+    return found[0] if found and (traceback or _EXCEPTION.match(found[0])) else None
+
+
 def failure_line(end: WorkerEnd) -> str:
     """Return the line by which failures are compared: the exception, else the last line of stderr, else how it ended."""
-    traceback = last_traceback(end.stderr_tail)
-    for line in traceback[1:]:
-        if line and not line[0].isspace():
-            return line
     spoken = [line for line in end.stderr_tail if line.strip()]
-    return spoken[-1] if spoken else end.how
+    return exception_line(end) or (spoken[-1] if spoken else end.how)
+
+
+def _misses_a_peer(end: WorkerEnd) -> bool:
+    """Whether its exception says that another rank has gone. What else it wrote says nothing about its end."""
+    return _PEER_GONE.search(exception_line(end) or "") is not None
 
 
 def because_of_a_peer(end: WorkerEnd) -> bool:
     """True if what it failed with says that another rank has gone."""
-    return end.returncode > 0 and _PEER_GONE.search(failure_line(end)) is not None
+    return end.returncode > 0 and _misses_a_peer(end)
 
 
 def fails_again(end: WorkerEnd, *, seen: bool) -> bool:
     """True for a failure at the start of a script that another start would repeat. ``seen``: zerorun has run in it."""
     if end.batches or not (seen or end.seconds < _START_SECONDS):
         return False
-    return end.returncode in _USAGE_CODES or (end.returncode > 0 and _AT_START.match(failure_line(end)) is not None)
+    return end.returncode in _USAGE_CODES or (end.returncode > 0 and _AT_START.match(exception_line(end) or "") is not None)
 
 
 def failure_report(first: WorkerEnd, others: Sequence[WorkerEnd], *, oom_kills: int = 0, cause: str | None = None) -> str:
@@ -179,7 +196,7 @@ def _after(end: WorkerEnd) -> str:
 def ended_early(first: WorkerEnd, others: Sequence[WorkerEnd]) -> WorkerEnd | None:
     """Return the first worker that ended with exit code 0, if all that failed did so because a peer had gone; else None."""
     left = [end for end in others if end.returncode == 0 and not end.asked_to_stop]
-    if not left or not all(_PEER_GONE.search("\n".join(end.stderr_tail)) for end in (first, *_failed(others))):
+    if not left or not all(map(_misses_a_peer, (first, *_failed(others)))):
         return None
     return min(left, key=lambda end: end.seconds)
 

@@ -25,6 +25,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from zerorun.log import counted
+
+from .failures import TRACEBACK
 from .job_plan import WorkerCommand
 from .node import STREAMS
 
@@ -33,6 +36,7 @@ STUCK_SECONDS = 30.0  # without a byte read, at the end of the job, until the us
 _STOPPED_SECONDS = 2.0  # the same after a signal has ended the job, until the rest is given up
 _MAX_OPEN_LINE = 1 << 20  # bytes without a line feed after which we stop waiting for one
 _MAX_TAIL_LINE = 4096
+_MOST_EXCERPT = 1 << 13
 _CONGESTED = 1 << 20  # bytes waiting for a slow reader after which the workers are made to wait too
 _SAFE_WRITE = 4096  # PIPE_BUF: a pipe that is ready for writing takes this much without blocking
 _TORCH_PREFIX = re.compile(r"\[rank\d+\]: ?")  # torch.distributed puts it in front of a traceback's lines
@@ -111,23 +115,84 @@ def open_screens() -> tuple[Screen, Screen]:
     return stdout, Screen(2)
 
 
+class Excerpt:
+    """The first and the last of lines of which there may be many; about _MOST_EXCERPT characters of both."""
+
+    def __init__(self) -> None:
+        self._first: list[str] = []
+        self._last: deque[str] = deque()
+        self._room = [_MOST_EXCERPT, _MOST_EXCERPT]  # characters that the first and the last may still have
+        self._left_out = 0
+
+    def add(self, line: str) -> None:
+        if self._room[0] > 0:
+            self._first.append(line)
+            self._room[0] -= len(line) + 1
+            return
+        self._last.append(line)
+        self._room[1] -= len(line) + 1
+        while self._room[1] < 0:
+            self._room[1] += len(self._last.popleft()) + 1
+            self._left_out += 1
+
+    def lines(self) -> list[str]:
+        gap = [f"  ... {counted(self._left_out, 'line')} left out ..."] if self._left_out else []
+        return [*self._first, *gap, *self._last]
+
+
+class LastTraceback:
+    """A traceback and what comes behind it. ``add`` is given its header first."""
+
+    def __init__(self) -> None:
+        self._frames, self._rest = Excerpt(), Excerpt()
+        self.length = 0  # in lines
+        self._behind = 0  # lines that are not indented: the exception, then its message or whatever the script says
+
+    @property
+    def survived(self) -> bool:
+        """Whether so much has come behind it that it is no longer the last thing that has happened."""
+        return self._behind > TAIL_LINES
+
+    def add(self, line: str) -> None:
+        self._behind += bool(self.length and line.strip() and not line[0].isspace())
+        self.length += 1
+        (self._rest if self._behind else self._frames).add(line)
+
+    def lines(self) -> list[str]:
+        return [*self._frames.lines(), *self._rest.lines()]
+
+
 class Tail:
-    """The last lines of a stream, decoded, each as a terminal would show it, without torch's ``[rank0]: ``."""
+    """The last lines of a stream, decoded, each as a terminal would show it, without torch's ``[rank0]: ``.
+
+    If a traceback is too long for them, they begin with its header, and lines in its midst are left out.
+    """
 
     def __init__(self) -> None:
         self._lines: deque[str] = deque(maxlen=TAIL_LINES)
+        self._traceback: LastTraceback | None = None
         self._open = b""
 
     def feed(self, chunk: bytes) -> None:
         *whole, self._open = (self._open + chunk).split(b"\n")
         for line in whole:
-            self._lines.append(_text(line))
+            self._add(_text(line))
         if len(self._open) > _MAX_OPEN_LINE:
             self._open = _shown(self._open)[-_MAX_TAIL_LINE:]
 
+    def _add(self, line: str) -> None:
+        self._lines.append(line)
+        if TRACEBACK in line:
+            self._traceback = LastTraceback()
+        if self._traceback is not None:
+            self._traceback.add(line)
+            if self._traceback.survived:
+                self._traceback = None
+
     def lines(self) -> list[str]:
-        rest = _text(self._open)
-        return [*self._lines, *([rest] if rest else [])]
+        rest, traceback = _text(self._open), self._traceback
+        kept = self._lines if traceback is None or traceback.length <= TAIL_LINES else traceback.lines()
+        return [*kept, *([rest] if rest else [])]
 
 
 def _text(line: bytes) -> str:

@@ -3956,4 +3956,12 @@ MUTANTS = (
         "        sys.argv, sys.path[0:0] = list(argv), [] if safe else [os.path.dirname(path)]",
         ("tests/unit/test_told_restarts.py", "-k", "as_python_does"),
     ),
+    Mutant(
+        "long-tracebacks-lose-their-header",
+        "stale",
+        "launcher/screen.py",
+        "        kept = self._lines if traceback is None or traceback.length <= TAIL_LINES else traceback.lines()",
+        "        kept = self._lines",
+        ("tests/unit/test_launcher.py", "-k", "long_traceback"),
+    ),
 )

@@ -631,6 +631,60 @@ def test_tail_shows_what_a_terminal_would() -> None:
     assert tail.lines() == [str(n) for n in range(500 - screen.TAIL_LINES, 500)]
 
 
+def tail_of(text: str) -> list[str]:
+    """What is kept of a stderr, which comes in two chunks."""
+    tail = screen.Tail()
+    tail.feed(text[:1000].encode())
+    tail.feed(text[1000:].encode())
+    return tail.lines()
+
+
+def deep(frames: int, last: str = "ValueError: bad") -> str:
+    """A traceback, as it is written."""
+    lines = [line for frame in range(frames) for line in (f'  File "t.py", line {frame}, in f', "    f()")]
+    return "\n".join([TRACE[0], *lines, last, ""])
+
+
+RETRY = "wandb: sync: retry after time out\n"
+
+
+@pytest.mark.parametrize("behind", ("", "\n" + "\tone more\n" * 100, "\n" + RETRY * 58))
+@pytest.mark.parametrize("frames", (1, 28, 29, 30, 31, 40, 5000))
+def test_the_exception_at_the_end_of_a_long_traceback_is_the_failure(frames: int, behind: str) -> None:
+    """Of which the first and the last lines are kept, whatever comes behind it."""
+    lines = tail_of("loading\n" * 100 + deep(frames, "ValueError: bad" + behind) + RETRY)
+    failed = end(0, tail=lines)
+    assert failures.failure_line(failed) == "ValueError: bad" and not failures.because_of_a_peer(failed)
+    traceback = failures.last_traceback(lines)
+    assert traceback[:3] == [TRACE[0], '  File "t.py", line 0, in f', "    f()"] and traceback[-1] == RETRY.rstrip()
+    at = traceback.index("ValueError: bad")
+    assert traceback[at - 2 : at] == [f'  File "t.py", line {frames - 1}, in f', "    f()"]
+    assert ("  ... 9" in "".join(traceback)) == (frames == 5000) and sum(map(len, lines)) < 40000
+    assert failures.last_traceback(tail_of(deep(frames) + deep(1, "KeyError: 1"))) == deep(1, "KeyError: 1").splitlines()
+
+
+def test_a_traceback_that_the_script_has_survived_is_forgotten() -> None:
+    assert tail_of(deep(5000) + "step\n" * 500) == ["step"] * screen.TAIL_LINES
+
+
+@pytest.mark.parametrize(
+    ("code", "tail", "blamed"),
+    [
+        (1, ["RuntimeError: Connection closed by peer"], True),
+        (1, [*TRACE, RETRY], False),
+        (1, [*TRACE[:3], "RuntimeError: Connection reset", "bye"], True),
+        (3, [RETRY], False),
+        (3, ["step 7", "Broken pipe"], False),
+        (-6, ["what():  [Rank 1] Watchdog caught collective operation timeout", "Fatal Python error: Aborted"], True),
+        (-6, [RETRY, "what():  length_error"], False),
+    ],
+)
+def test_only_an_exception_puts_the_blame_on_another_rank(code: int, tail: list[str], blamed: bool) -> None:
+    failed = end(0, code, tail)
+    assert (failures.ended_early(failed, [end(1, 0)]) is not None) == blamed
+    assert failures.because_of_a_peer(failed) == (blamed and code > 0)
+
+
 def test_failures_are_alike_although_torch_names_the_rank_on_each_line() -> None:
     ends = []
     for rank in range(2):

@@ -218,6 +218,31 @@ def test_a_rank_that_misses_another_may_be_the_first_to_end(start: Start) -> Non
     assert "rank 1 failed first" in err and "later, rank 0: exit code 1: RuntimeError: connection closed" in err
 
 
+def test_a_long_traceback_hides_no_cause(start: Start) -> None:
+    """Although what the rank says at its end could be about another one."""
+    job = start(
+        """
+        import atexit
+        atexit.register(lambda: print("wandb: sync: retry after time out", file=sys.stderr))
+        def even(depth): odd(depth - 1)
+        def odd(depth):
+            if depth < 0: raise ValueError("root cause")
+            even(depth - 1)
+        meet(*range(2))
+        while rank == 1 and not ended(0):
+            time.sleep(0.005)
+        if rank == 0:
+            raise RuntimeError("connection closed")
+        even(100)
+        """,
+        "--nproc=2",
+    )
+    _, _, err = job.finish()
+    report = err[err.index("=" * 80) :]
+    assert "rank 1 failed first" in report and "Traceback (most recent call last):" in report
+    assert "\nValueError: root cause\nwandb: sync: retry after time out\n" in report
+
+
 def test_failures_alike_are_shown_once(start: Start) -> None:
     job = start("meet(*range(8))\nraise RuntimeError('same')", "--nproc", "8")
     code, _, err = job.finish()
@@ -566,7 +591,7 @@ def test_terminal_that_nobody_reads_does_not_stop_the_launcher(start: Start) -> 
 
 
 def test_a_worker_that_ended_well_while_others_go_on_is_named_once(start: Start) -> None:
-    script = "if rank in (0, 2): time.sleep(2.5)\nif rank == 2: sys.exit('Broken pipe')\n"
+    script = "if rank in (0, 2): time.sleep(2.5)\nif rank == 2: raise RuntimeError('Broken pipe')\n"
     code, _, err = start(script, "--nproc=3", hurried="outcome.EARLY_SECONDS = 0.3").finish(30)
     assert code == 1
     note = r"\[zerorun\] rank 1 ended with exit code 0 \d s ago; ranks 0, 2 still run, and will fail if waiting for it\. "
