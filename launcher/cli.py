@@ -70,7 +70,7 @@ def _launch(args: argparse.Namespace) -> int:
     from .carriers import CARRIERS  # here, so that --help does not pay for it
     from .job import Job
     from .job_plan import JobOptions
-    from .sbatch import REQUEUE_STATUS, requeue
+    from .sbatch import REQUEUE_STATUS, is_batch_job, requeue
 
     launcher, hosts = choose_hosts(args, os.environ)
     is_meant = args.standalone or by_hand(args)
@@ -95,6 +95,7 @@ def _launch(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
         min_nodes=args.min_nodes,
         keep_warm=args.spares is not None,
+        has_queue=is_batch_job(os.environ) and not by_hand(args),
         shown=args.shown,
         shown_local_ranks=args.local_ranks_filter,
     )

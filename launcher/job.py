@@ -14,7 +14,8 @@ Everything happens in one thread and one ``select`` loop. What ends a job:
 * *Nobody reads the output at the end.* The launcher waits for the reader, until it is gone or another signal comes.
 * *The launcher is killed.* See bootstrap.py for its own workers. The lines to other hosts break, and agents end theirs.
 
-A job that has failed is started again as a whole while restarts are left, on a new port unless the user has chosen one.
+A job that has failed is started again as a whole while restarts are left, on a new port unless the user has chosen one. If
+its workers ask for that (REQUEUE_STATUS) in a batch job, or after a signal that was passed on, it is left to the queue.
 Lost hosts are tried again, also while the job goes on without them (reserve.py); they are left out if they do not come back
 and at least ``min_nodes`` hosts remain. A failure at the start, and three restarts in a row without a new step, are final
 (restarts.py).
@@ -108,9 +109,9 @@ class Job:
         self._connect(self._request.hosts)
         self._take_places()
         _keep_warm(self._spares, self._request, self._options, self.say)
-        status, fine = self._run_round(0, self._meeting.arrange(self._nodes))
+        status, over = self._run_round(0, self._meeting.arrange(self._nodes))
         for restart in range(1, self._options.max_restarts + 1):
-            if fine or self._stopped:
+            if over or self._stopped:
                 break
             refusal = self._restarts.refusal()
             if refusal is not None:
@@ -120,7 +121,7 @@ class Job:
                 rendezvous = self._regroup(restart)
                 if rendezvous is None:
                     break
-                status, fine = self._run_round(restart, rendezvous)
+                status, over = self._run_round(restart, rendezvous)
             except LaunchError as error:
                 self.say(f"[zerorun] no restart: {error}")
                 break
@@ -225,7 +226,7 @@ class Job:
     # -- a round -----------------------------------------------------------------------------------------------------
 
     def _run_round(self, restart: int, rendezvous: Rendezvous) -> tuple[int, bool]:
-        """Start all workers, wait until no process of theirs is left, and return (exit status, whether nothing failed)."""
+        """Start all workers, wait until no process of theirs is left, and return (exit status, whether that is the end)."""
         by_name = {host.name: host for host in self._request.hosts}
         hosts = [by_name[node.name] for node in self._nodes]
         cores = {node.name: node.facts["cores"] for node in self._nodes}
@@ -258,7 +259,10 @@ class Job:
         status, lines = current.conclude(tails)
         for line in lines:
             self.say(line)
-        return status, not (current.failed or current.lost or current.hang)
+        left = current.leaves(status, has_queue=self._options.has_queue)
+        if left is not None and self._options.max_restarts:
+            self.say(f"[zerorun] no restart: {left}")
+        return status, left is not None or not (current.failed or current.lost or current.hang)
 
     def _advance(self, current: Round, now: float) -> None:
         """Record nodes that are lost or could not start, end all workers when that is due, and say if some ended early."""
@@ -334,6 +338,8 @@ class Job:
                 self.say("[zerorun] Ctrl-Z has no effect: the other hosts would take a sleeping launcher for dead")
                 continue
             if number in PASSED_SIGNALS:
+                if self._round is not None:
+                    self._round.told = True
                 for node in self._nodes:
                     node.pass_on(number)
                 continue

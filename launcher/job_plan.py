@@ -71,6 +71,7 @@ class JobOptions:
     max_restarts: int = 0
     min_nodes: int | None = None  # None: all
     keep_warm: bool = False  # processes in reserve that have imported
+    has_queue: bool = False  # the job goes back there if its workers ask to be started again
     shown: Mapping[str, bool] = field(default_factory=dict)  # by stream; a stream that is missing here is shown
     shown_local_ranks: frozenset[int] | None = None  # None: all
 

@@ -37,6 +37,7 @@ class Round:
     failed: list[int] = field(default_factory=list)  # ranks that failed by themselves
     lost: list[HostEnd] = field(default_factory=list)
     by_signal: int | None = None
+    told: bool = False  # a signal has been passed on to the workers, which may ask to be started again because of it
     settle_until: float | None = None
     noticed: float | None = None  # when the first thing that ends it was
     warm: bool = False  # whether nodes have been told to keep processes in reserve
@@ -59,6 +60,15 @@ class Round:
     def asks_again(self) -> bool:
         """True if the workers that failed ask to be started again: others may still save."""
         return bool(self.failed) and all(self.ends[rank].returncode == REQUEUE_STATUS for rank in self.failed)
+
+    def leaves(self, status: int, *, has_queue: bool) -> str | None:
+        """Return why workers that ask to be started again, by ``status``, are not started here; None if they may be."""
+        if status != REQUEUE_STATUS:
+            return None
+        if has_queue:
+            return "this batch job goes back into the queue"
+        why = "the launcher has passed on a signal, so this machine may go away. Remedy: start the job again elsewhere"
+        return why if self.told else None
 
     def first_failure(self, tails: Mapping[int, list[str]]) -> WorkerEnd | None:
         """Return the end of the worker that failed first by itself; None if it was none, or a host before it.

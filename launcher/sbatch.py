@@ -69,10 +69,20 @@ def _is_own(path: Path) -> bool:
         return _MARK in file.read(200).splitlines()
 
 
+def is_batch_job(environment: Mapping[str, str]) -> bool:
+    """Return True in the script of a batch job. A shell of salloc is a step, or runs where SLURM starts nothing."""
+    return _requeued_by(environment) is not None and "SLURMD_NODENAME" in environment
+
+
+def _requeued_by(environment: Mapping[str, str]) -> str | None:
+    """Return the number of the job, unless this is a step of it."""
+    return None if "SLURM_STEP_ID" in environment else environment.get("SLURM_JOB_ID")
+
+
 def requeue(environment: Mapping[str, str]) -> str | None:
     """Put this batch job back into the queue; SLURM then ends it. Return None, or why it cannot be done."""
-    job = environment.get("SLURM_JOB_ID")
-    if job is None or "SLURM_STEP_ID" in environment:
+    job = _requeued_by(environment)
+    if job is None:
         return "this is no SLURM batch job"
     command = ["scontrol", "requeue", job]
     try:

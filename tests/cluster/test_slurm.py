@@ -98,23 +98,30 @@ def test_cancelled_job_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
     assert_nothing_left(slurm.cluster, 10)
 
 
-def test_batch_job_is_requeued_when_its_workers_ask(slurm: Slurm, tmp_path: Path) -> None:
-    """Preemption: SLURM tells the launcher, that tells the workers, they end with 75, and the job runs once more."""
+@pytest.mark.parametrize("told", (True, False))
+def test_batch_job_is_requeued_when_its_workers_ask(slurm: Slurm, tmp_path: Path, told: bool) -> None:
+    """Preemption: SLURM tells the launcher, that tells the workers, they end with 75, and the job runs once more.
+
+    So it does if they end with 75 by themselves. There is no restart in the same allocation.
+    """
     script(
         tmp_path,
         "again = os.environ.get('SLURM_RESTART_COUNT')\n"
         "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\n"
         "meet(f'here{again}')\nprint('run', again, rank, flush=True)\n"
-        "if again is None: time.sleep(100)\n",
+        f"if again is None: {'time.sleep(100)' if told else 'sys.exit(75)'}\n",
     )
-    command = slurm.command([*ZERORUN, "--sbatch", "--nnodes=3", "--sbatch-args", "--output=job.log", "train.py"], tmp_path)
+    options = ["--sbatch", "--nnodes=3", "--max-restarts=3", "--sbatch-args", "--output=job.log"]
+    command = slurm.command([*ZERORUN, *options, "train.py"], tmp_path)
     done = subprocess.run(command, capture_output=True, text=True, timeout=30 * patience(), check=False)
     assert "Submitted batch job" in done.stdout, done.stderr
     number, log = done.stdout.split()[-1], tmp_path / "job.log"
     wait_for(lambda: log.exists() and log.read_text().count("run None") == 3, 30, "the job runs")
-    slurm.ask("scancel", "--batch", "--signal=USR1", number)
+    if told:
+        slurm.ask("scancel", "--batch", "--signal=USR1", number)
     wait_for(lambda: log.read_text().count("run 1") == 3, 60, f"the job runs again: {log.read_text()}")
     text = log.read_text()
+    assert "no restart: this batch job goes back into the queue" in text
     assert "the workers ask to be started again (exit code 75)" in text and "[zerorun] requeueing this job" in text
     wait_for(lambda: not slurm.ask("squeue", "-h", "-o", "%i"), 20, "the job ends")
 

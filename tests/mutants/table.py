@@ -3964,4 +3964,12 @@ MUTANTS = (
         "        kept = self._lines",
         ("tests/unit/test_launcher.py", "-k", "long_traceback"),
     ),
+    Mutant(
+        "batch-jobs-restart-where-they-end",
+        "order",
+        "launcher/outcome.py",
+        "        if has_queue:",
+        "        if False:",
+        ("tests/unit/test_launcher_hosts.py", "-k", "back_into_the_queue"),
+    ),
 )

@@ -556,6 +556,34 @@ def test_a_batch_job_on_its_first_node_alone_goes_back_into_the_queue_too(folder
     assert (folder / "told").read_text() == "requeue 7\n"
 
 
+@pytest.mark.parametrize("batch", (True, False))
+def test_a_batch_job_goes_back_into_the_queue_instead_of_a_restart(folder: Path, batch: bool) -> None:
+    """In a shell of salloc, for which there is no queue to go back to, there is a restart."""
+    programs = folder / "programs"
+    programs.mkdir()
+    for name, does in (("srun", 'while [ "$1" != env ]; do shift; done; exec "$@"'), ("scontrol", 'echo "$@" > asked')):
+        (programs / name).write_text(f"#!/bin/sh\n{does}\n")
+        (programs / name).chmod(0o755)
+    (folder / "train.py").write_text(
+        "import os, sys\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "sys.exit(75 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))\n"
+    )
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "1"}
+    environment = {**os.environ, **job, "PATH": f"{programs}:{os.environ['PATH']}"}
+    if batch:
+        environment["SLURMD_NODENAME"] = "localhost"
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--max-restarts=3", "train.py"]
+    how = {"capture_output": True, "text": True, "check": False, "timeout": 60 * patience()}
+    done = subprocess.run(command, env=environment, **how)
+    if batch:
+        assert (done.returncode, done.stdout) == (75, "0\n"), done.stderr
+        assert "no restart: this batch job goes back into the queue" in done.stderr
+        assert (folder / "asked").read_text() == "requeue 7\n"
+    else:
+        assert (done.returncode, done.stdout) == (0, "0\n1\n"), done.stderr
+        assert not (folder / "asked").exists()
+
+
 @pytest.mark.parametrize(
     ("options", "shown"),
     [

@@ -153,6 +153,28 @@ def test_survivors_of_a_job_that_begins_again_have_no_grace(tmp_path: Path) -> N
     assert code == 0, err
 
 
+@pytest.mark.parametrize("number", (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM))
+def test_workers_that_were_told_by_the_launcher_are_not_started_again_here(tmp_path: Path, number: int) -> None:
+    """A scheduler has told it, and will take the machine away."""
+    (tmp_path / "train.py").write_text(
+        "import signal, sys, time\n"
+        f"signal.signal({number}, lambda *_: sys.exit(75))\nprint('ready', flush=True)\ntime.sleep(30)\n"
+    )
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--max-restarts=3", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdout.readline() == "ready\n"
+        job.send_signal(number)
+        out, err = job.communicate(timeout=20 * patience())
+    assert job.returncode == 75 and not out, err
+    assert number == signal.SIGTERM or "no restart: the launcher has passed on a signal" in err
+
+
+def test_workers_that_ask_by_themselves_are_started_again_here(tmp_path: Path) -> None:
+    script = TRAINS + "train(attempt, attempt + 1)\nsys.exit(75 * (attempt == 0))\n"
+    code, err = launch(tmp_path, script, "--max-restarts=3")
+    assert code == 0 and "restart 1 of 3" in err, err
+
+
 def test_spares_take_the_places_of_the_lost() -> None:
     """The ranks of the others stay where they are. A lost host is in reserve when it is back."""
     places = HostPlaces(["a", "b", "c", "d", "e"], 2)
