@@ -273,7 +273,7 @@ def test_the_launcher_s_own_workers_end_first(cluster: Cluster, tmp_path: Path, 
 
 
 def test_a_rank_that_left_early_on_another_host_is_the_cause(cluster: Cluster, tmp_path: Path) -> None:
-    script = "meet()\nif rank == 1: sys.exit(0)\ntime.sleep(1)\nsys.exit('Connection closed by peer [10.77.0.11]')\n"
+    script = "meet()\nif rank == 1: sys.exit(0)\ntime.sleep(1)\nraise OSError('Connection closed by peer 10.77.0.11')\n"
     code, _, err = Job(cluster, tmp_path, script, hosts=3).finish(20)
     report = last_report(err)
     assert code == 1 and "zerorun: rank 1 on node1 ended with exit code 0, " in report, report
