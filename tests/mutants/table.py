@@ -1119,6 +1119,14 @@ MUTANTS = (
         ("tests/ranks/test_parallel_bad_input.py", "-k", "tied_parameter_that_differ and one"),
     ),
     Mutant(
+        "means-of-means-where-nobody-is-told",
+        "rank",
+        "zerorun/engine/pipeline_engine.py",
+        "        for batch in batches:  # on the first stage, too: rank 0 is there, which alone writes what is advised",
+        "        for batch in batches if self.is_last_stage() else ():",
+        ("tests/ranks/test_advice.py", "-k", "in_a_pipeline"),
+    ),
+    Mutant(
         "an-empty-loader-is-the-end-of-data",
         "remedy",
         "zerorun/engine/pipeline_engine.py",

@@ -8,12 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import run_ranks
+from mixtures import make
 from models import CASES, Gpt, Place
 from torch import nn
 from training import make_config, make_engine, shared_topology
 
 import zerorun
 from zerorun.engine import accumulation as micro_batches
+from zerorun.engine.pipeline_engine import PipelineEngine
 from zerorun.zero import sharded_optimizer
 
 STEPS = sharded_optimizer.WATCHED_STEPS
@@ -70,6 +72,37 @@ def test_means_of_means_are_pointed_out(form: str) -> None:
         assert all("between 9 and 16 labels" not in text and "between 3 and 16 labels" in text for text in found)
     assert run_ranks(2, train_on_labels, form, (9, 9, 9, 9), 2) == [[], []]
     assert run_ranks(1, train_on_labels, form, (16, 9, 3, 1), 1) == [[]]  # one micro-batch is its own mean
+
+
+def train_in_stages(counts: tuple[int, ...], accumulation: int, given: dict[str, Any]) -> list[str]:
+    """As ``train_on_labels``, a Hugging Face model in two stages. ``given``: what micro-batches have besides."""
+    config = make_config(1, accumulation=accumulation)
+    engine = zerorun.initialize(make("mixtral"), {**config, "pipeline": {"stages": 2}})
+    assert isinstance(engine, PipelineEngine)
+    batches = []
+    for count in counts:
+        labels = torch.full((2, 8), micro_batches.IGNORED)
+        labels.view(-1)[:count] = 1
+        batches.append({"input_ids": torch.zeros_like(labels), "labels": labels, **given})
+
+    def act() -> None:
+        engine.eval_batch(iter([{**batches[0], "labels": torch.ones_like(labels)}] * accumulation))  # it counts nothing
+        for step in range(0, len(counts), accumulation):
+            engine.train_batch(iter(batches[step : step + accumulation]))
+
+    found = said(micro_batches, act)
+    engine.destroy()
+    return found
+
+
+def test_means_of_means_in_a_pipeline_are_pointed_out_on_rank_zero() -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed; pip install -e '.[test]'")
+    found = run_ranks(2, train_in_stages, (12, 9, 3, 3), 2, {})
+    assert len(found[0]) == 1 and found[1] == found[0]
+    assert "between 9 and 12 labels" in found[0][0]
+    assert "num_items_in_batch" in found[0][0] and "backward" not in found[0][0]
+    assert run_ranks(2, train_in_stages, (9, 9), 2, {}) == [[], []]
+    assert run_ranks(2, train_in_stages, (12, 9), 2, {"num_items_in_batch": 10.5}) == [[], []]  # the remedy
 
 
 def train_for_a_while(model: str, steps: int) -> list[str]:

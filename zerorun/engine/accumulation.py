@@ -8,7 +8,7 @@ round alike, and a loss may reach the parameters by any path.
 [Note: labels]
 A loss that is a mean over its labels, averaged over micro-batches and ranks, is a mean of means: labels of a micro-batch
 with few of them count more. Only the first micro-batches are checked for this, and only if the model gets its labels in the
-argument ``labels``.
+argument ``labels``, and no ``num_items_in_batch``, by which it would divide the sum.
 """
 
 from __future__ import annotations
@@ -286,14 +286,17 @@ class Accumulation:
 
     # -- losses --------------------------------------------------------------------------------------------------
 
-    def look_at_labels(self, inputs: dict[str, Any]) -> None:
+    def look_at_labels(self, inputs: Mapping[str, Any]) -> None:
         """Count the labels in the keyword arguments of a micro-batch; see LabelCounts."""
         self._labels.look(inputs)
 
-    def advise(self) -> None:
-        """Warn if the losses of a step were averaged although their micro-batches have different numbers of labels."""
+    def advise(self, remedy: str) -> None:
+        """Warn if the losses of a step were averaged although their micro-batches have different numbers of labels.
+
+        ``remedy``: how to get a mean over all labels of a step.
+        """
         if self._mode in (None, "mean"):
-            self._labels.advise()
+            self._labels.advise(remedy)
 
     def take_loss(self, weight: Any, *, scale_wrt_gas: bool) -> tuple[str, torch.Tensor | float]:
         """Return (the mode in which losses of this step count, the weight of this one, which is 1 if it has none).
@@ -422,20 +425,19 @@ class LabelCounts:
         self._counts: set[int] = set()
 
     def look(self, inputs: Mapping[str, Any]) -> None:
-        """Count the ``labels`` of the next micro-batch, if it has any."""
-        labels = inputs.get("labels")
+        """Count the ``labels`` of the next micro-batch, if it has any, and if its loss is a mean over them."""
+        labels = inputs.get("labels") if inputs.get("num_items_in_batch") is None else None
         if self._left and isinstance(labels, torch.Tensor) and not labels.is_floating_point():
             self._left -= 1
             self._counts.add(int((labels != IGNORED).sum()))
 
-    def advise(self) -> None:
+    def advise(self, remedy: str) -> None:
         """Warn, once, if the averaged losses came from micro-batches with different numbers of labels."""
         if len(self._counts) > 1:
             warn_once(
                 f"micro-batches have between {min(self._counts)} and {max(self._counts)} labels, and each counts the same: "
                 "the gradient is that of a mean of means, and changes with the number of ranks and accumulation steps. "
-                "Remedy: engine.backward(loss, weight=(labels != -100).sum()) averages over all labels of a step; "
-                "with labels[..., 1:] for models that shift them, as decoders of Hugging Face do."
+                f"Remedy: {remedy}; with labels[..., 1:] for models that shift them, as decoders of Hugging Face do."
             )
             self._left, self._counts = 0, set()
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -47,6 +47,9 @@ _NONE: Mapping[str, Any] = {}
 
 class Engine(CurvatureTaking):
     """A module in training. ``zerorun.initialize`` makes it."""
+
+    # How to get such a mean, in words.
+    mean_over_labels: ClassVar = "engine.backward(loss, weight=(labels != -100).sum()) averages over all labels of a step"
 
     def __init__(
         self,
@@ -290,7 +293,7 @@ class Engine(CurvatureTaking):
         assert model.optimizer is not None
         model.runtime.guard.refuse_thawed()
         model.optimizer.refuse_changed_needs()
-        self.accumulation.advise()
+        self.accumulation.advise(self.mean_over_labels)
         self._refuse_losses(summary)
         unscale = self.accumulation.unscale(summary.weight)
         decision = model.decide(summary, unscale, self.config.gradient_clipping)

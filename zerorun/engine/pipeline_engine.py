@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
@@ -41,6 +41,10 @@ class PipelineEngine(Engine):
     """
 
     module: Pipelined
+    mean_over_labels = (
+        'give each micro-batch "num_items_in_batch", the mean of (labels != -100).sum() over all micro-batches and '
+        "data-parallel ranks of the step, or equally many labels"
+    )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -94,6 +98,9 @@ class PipelineEngine(Engine):
             self.settle()  # on all stages alike: whether a step overflowed at the smallest scale decides what is looked at
         self.module.train()
         batches = self._take(data_iter, count)
+        for batch in batches:  # on the first stage, too: rank 0 is there, which alone writes what is advised
+            if isinstance(batch, Mapping):
+                self.accumulation.look_at_labels(batch)
         schedule = self._schedule(count)
         self._executor.run(schedule, batches)
         self.accumulation.count_batch(count)
