@@ -917,6 +917,14 @@ MUTANTS = (
         ("tests/unit/test_pipeline_simulator.py::test_a_chunk_takes_its_part_of_each_time",),
     ),
     Mutant(
+        "half-a-vocabulary-in-evaluation",
+        "rank",
+        "zerorun/tensor_parallel/causal_loss.py",
+        "        if labels is None or not self.module.training:",
+        "        if labels is None:",
+        ("tests/unit/test_tensor_parallel_models.py", "-k", "logits_are_whole"),
+    ),
+    Mutant(
         "mean-over-ignored",
         "divisor",
         "zerorun/tensor_parallel/loss.py",

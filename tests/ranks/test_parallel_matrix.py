@@ -240,6 +240,41 @@ def test_other_ways_to_divide_equal_one_process(name: str, pipe: int, keys: tupl
     compare(run_ranks(2 * pipe, train, name, 2, pipe, config), reference(name, 1, 2))
 
 
+def logits_of(pipe: int) -> tuple[float, list[torch.Tensor]]:
+    """The loss and the logits of an evaluation, after a step."""
+    degrees = {"tensor_parallel": {"size": 2, "vocab_parallel_loss": True}, "pipeline": {"stages": pipe}}
+    engine = zerorun.initialize(build("llama"), make_config(1, clip=0.5, **degrees))
+    one_step(engine, data_of(0, 1), 1, pipe)
+    if pipe > 1:
+        loss, outputs = engine.eval_batch(iter([batch_of(1, 0, 0)]), return_logits=True)
+    else:
+        with torch.no_grad():
+            outputs = [engine.eval()(**batch_of(1, 0, 0))]
+        loss = outputs[0].loss
+    logits = [output.logits.clone() for output in outputs]
+    module = getattr(engine.module, "whole_model", engine.module)
+    engine.destroy()
+    assert not {"forward", "_loss_function"} & {*vars(module)}
+    return float(loss), logits
+
+
+@pytest.mark.parametrize("pipe", (1, 2))
+def test_logits_of_an_evaluation_are_whole(pipe: int) -> None:
+    model = build("llama")
+    optimizer = adamw(model.parameters())
+    model(**batch_of(0, 0, 0)).loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    with torch.no_grad():
+        expected = model.eval()(**batch_of(1, 0, 0))
+    found = run_ranks(2 * pipe, logits_of, pipe)
+    assert [len(logits) for _, logits in found] == [0] * (2 * pipe - 2) + [1, 1]
+    for loss, logits in found:
+        assert loss == pytest.approx(float(expected.loss), rel=1e-5)
+        for values in logits:
+            torch.testing.assert_close(values, expected.logits, rtol=1e-4, atol=1e-5)
+
+
 # By day the two stages and schedules that differ most, of which every bit can be compared.
 SCHEDULED = (((1, "gpipe"), (3, "1f1b")), ((1, "gpipe"), (2, "1f1b"), (3, "zero_bubble")))
 

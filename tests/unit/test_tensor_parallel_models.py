@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from zerorun.distributed.tensor_shard import partial_of, shards_of
+from zerorun.errors import ModelError, VocabularyError
 from zerorun.tensor_parallel import infer_plan, parallelize
 from zerorun.tensor_parallel.collectives import Region
 from zerorun.tensor_parallel.layers import whole_of
@@ -181,11 +182,51 @@ def test_with_sequence_parallelism(name: str, size: int) -> None:
 
 def test_head_and_loss_stay_divided() -> None:
     for name in ("llama", "llama, tied", "gemma2", "gpt2"):
-        sent = check(make(name), 2, vocab_parallel_loss=True)[3]
+        sent = check(make(name).train(), 2, vocab_parallel_loss=True)[3]
         assert sent["tensor: cross-entropy"] == 3 * 2 * TOKENS * 4
         assert "tensor: all-gather forward" not in sent
-        check(make(name), 2, arguments={"num_items_in_batch": torch.tensor(9)}, vocab_parallel_loss=True)
-    check(make("llama"), 2, vocab_parallel_loss=True, sequence_parallel=True)
+        check(make(name).train(), 2, arguments={"num_items_in_batch": torch.tensor(9)}, vocab_parallel_loss=True)
+    check(make("llama").train(), 2, vocab_parallel_loss=True, sequence_parallel=True)
+
+
+def whole_logits(model: Any) -> dict[str, torch.Tensor]:
+    """What a causal model gives wherever it does not train on labels; a loss of one's own, and its gradients."""
+    ids, labels = batch()
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    found = {}
+    with torch.no_grad():
+        labelled = model.eval()(ids, None, labels=labels)
+        found |= {"loss": labelled.loss, "labelled": labelled.logits, "unlabelled": model(ids).logits}
+        found["as a tuple"] = model(ids, labels=labels, return_dict=False)[1]
+        found["tokens"] = torch.cat([model.generate(ids, **options), model.train().generate(ids, **options)])
+    own = model(ids).logits
+    functional.cross_entropy(own[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+    return {name: value.detach() for name, value in {**found, "in training": own}.items()}
+
+
+@pytest.mark.parametrize("name", ("llama", "gpt2"))
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+def test_logits_are_whole_but_in_training_on_labels(name: str, sequence_parallel: bool) -> None:
+    whole, model = make(name), make(name)
+    expected = whole_logits(whole)
+
+    def work(axis: ThreadAxis) -> None:
+        mine: Any = copy.deepcopy(model)
+        done = parallelize(mine, region=Region(axis), sequence_parallel=sequence_parallel, vocab_parallel_loss=True)
+        torch.testing.assert_close(whole_logits(mine), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(whole_gradients(mine, axis), gradients(whole), rtol=1e-4, atol=2e-6)
+        ids, labels = batch()
+        with pytest.raises(ModelError, match=r"vocab_parallel_loss.*leave labels out of the call"):
+            mine.train()(ids, labels=labels).logits.argmax(-1)
+        with pytest.raises(ModelError, match=r"vocab_parallel_loss.*leave labels out of the call"):
+            mine(ids, labels=labels, return_dict=False)[1].argmax(-1)
+        with pytest.raises(VocabularyError):
+            mine(ids, labels=labels + VOCABULARY)
+        assert mine(ids).logits.shape[-1] == VOCABULARY  # also after a forward that has failed
+        done.undo()
+        assert not {"forward", "_loss_function"} & {*vars(mine)}
+
+    on_threads(2, work)
 
 
 BODY = {
@@ -387,10 +428,14 @@ def test_copies_of_a_divided_model() -> None:
     def work(axis: ThreadAxis) -> torch.Tensor:
         mine = copy.deepcopy(model)
         parallelize(mine, region=Region(axis), sequence_parallel=True, vocab_parallel_loss=True)
-        return loss_of(copy.deepcopy(mine)).detach()
+        copied = copy.deepcopy(mine)
+        axis.sent.clear()
+        losses = [loss_of(copied).detach(), loss_of(copied.train()).detach()]
+        assert axis.sent["tensor: cross-entropy"] == 3 * 2 * TOKENS * 4  # of the second
+        return torch.stack(losses)
 
-    for loss in on_threads(2, work):
-        torch.testing.assert_close(loss, expected)
+    for losses in on_threads(2, work):
+        torch.testing.assert_close(losses, expected.expand(2))
 
 
 def test_graphs_of_earlier_forwards_do_not_matter() -> None:

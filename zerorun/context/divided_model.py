@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import ModelError
 from ..log import info_once
-from ..plan.forwards import ReplacedForward
+from ..plan.forwards import ReplacedForward, UnavailableOutput
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.random import Streams
 from ..tensor_parallel.sequence import with_hidden
@@ -58,21 +58,6 @@ class Way:
     def divides(self, module: nn.Module) -> bool:
         """True if sequences are divided in the mode in which ``module`` is."""
         return self.in_evaluation or module.training
-
-
-class UnavailableOutput:
-    """Stands in for a part of an output that no rank has. Whoever uses it gets a ModelError with ``reason``."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ModelError(vars(self).get("reason"))
-
-    def __getitem__(self, index: Any) -> Any:
-        raise ModelError(self.reason)
 
 
 _NO_CACHE = (

@@ -16,7 +16,8 @@ from torch import nn
 from torch.nn import functional
 
 from ..ops import linear_cross_entropy
-from .divided_model import Division, OwnForward, UnavailableOutput
+from ..plan.forwards import UnavailableOutput
+from .divided_model import Division, OwnForward
 from .rows import Rows, sum_over
 
 _NO_LOGITS = (

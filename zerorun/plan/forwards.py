@@ -1,4 +1,4 @@
-"""Forwards that replace those of modules, inside or outside of each other, and give them back."""
+"""Forwards that replace those of modules, inside or outside of each other, and give them back; and what they withhold."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from ..errors import ModelError
 
 # Functions that only begin when they are called, and run later.
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -52,6 +54,21 @@ class ReplacedForward:
 
     def __reduce__(self) -> Any:  # copies and pickles of a layer are those of an ordinary one
         return (_itself, (self._had,)) if self._had is not None else (getattr, (self.module, self._name))
+
+
+class UnavailableOutput:
+    """Stands in for a part of an output that no rank has. Whoever uses it gets a ModelError with ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ModelError(vars(self).get("reason"))
+
+    def __getitem__(self, index: Any) -> Any:
+        raise ModelError(self.reason)
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,8 @@
-"""The loss of Hugging Face causal language models, from logits that stay divided along the vocabulary."""
+"""The loss of Hugging Face causal language models in training, from logits that stay divided along the vocabulary."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +11,16 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import ModelError
+from ..plan.forwards import ReplacedForward, UnavailableOutput
 from .collectives import Region
 from .loss import vocab_parallel_cross_entropy
 from .styles import ParallelPlan
+
+_NO_LOGITS = (
+    "with tensor_parallel.vocab_parallel_loss a model in training that is given labels computes its loss without whole "
+    "logits. Remedy: leave labels out of the call, and compute the loss from the logits, which are then whole; in "
+    "evaluation they always are."
+)
 
 
 def head_of(model: nn.Module) -> nn.Module:
@@ -34,30 +41,54 @@ def has_head(model: nn.Module) -> bool:
 
 
 def with_divided_head(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
-    """Return ``plan`` with logits that are not gathered. Raises ModelError unless it divides the head by columns."""
+    """Return ``plan`` with a head that gathers its logits. Raises ModelError unless it divides the head by columns."""
     head, found = head_of(model), []
     for entry in plan.entries:
         is_head = not entry.parameter and model.get_submodule(entry.name) is head
         if is_head and entry.style in ("colwise", "colwise_gather_output"):
-            entry = replace(entry, style="colwise")
             found.append(entry.name)
         elif is_head:
             raise ModelError(f"{entry.name} is {entry.style}. Remedy: divide it as colwise, or vocab_parallel_loss=False.")
     if not found:
         raise ModelError("vocab_parallel_loss needs the head in the plan. Remedy: add it as colwise.")
-    entries = tuple(replace(e, style="colwise") if e.name in found else e for e in plan.entries)
+    entries = tuple(replace(e, style="colwise_gather_output") if e.name in found else e for e in plan.entries)
     return replace(plan, entries=entries)
 
 
-def use_divided_logits(model: nn.Module, region: Region) -> Callable[[], None]:
-    """Let ``model``, with its head converted already, compute its loss from divided logits. Return what undoes this."""
-    head: Any = head_of(model)
-    head.own_stream = False
-    vocabulary: int = head.whole_sizes.get("out_features", head.whole_sizes.get("nf"))
-    had = vars(model).get("_loss_function")
+class DividedLogits(ReplacedForward):
+    """The forward of a causal language model, with its head converted already.
 
-    def loss_function(
-        logits: torch.Tensor,  # [batch, sequence, own part of the vocabulary]
+    In training, if it is given labels, its logits stay divided, and it computes the loss from them. In all other calls the
+    head gathers them, because whoever generates, evaluates or computes a loss of his own needs whole ones.
+    """
+
+    def __init__(self, model: nn.Module, region: Region) -> None:
+        super().__init__(model)
+        self.region = region
+        head: Any = head_of(model)
+        head.own_stream = False
+        self.head = head
+        self.vocabulary: int = head.whole_sizes.get("out_features", head.whole_sizes.get("nf"))
+        self.had_loss = vars(model).get("_loss_function")
+        self.whole_loss: Any = model.loss_function
+        model.loss_function = self.loss  # type: ignore[assignment]
+
+    __reduce__ = object.__reduce__  # copies divide their logits, too
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.get("labels", inspect.signature(self.inner).bind_partial(*args).arguments.get("labels"))
+        if labels is None or not self.module.training:
+            return self.inner(*args, **kwargs)
+        with self.head.keeping_columns():
+            output = self.inner(*args, **kwargs)
+        if isinstance(output, tuple):  # (loss, logits, ...)
+            return (output[0], UnavailableOutput(_NO_LOGITS), *output[2:])
+        output["logits"] = UnavailableOutput(_NO_LOGITS)
+        return output
+
+    def loss(
+        self,
+        logits: torch.Tensor,  # [batch, sequence, vocabulary], or this rank's part of the vocabulary
         labels: torch.Tensor | None = None,  # [batch, sequence], the tokens themselves
         vocab_size: int | None = None,
         num_items_in_batch: torch.Tensor | int | None = None,
@@ -66,7 +97,10 @@ def use_divided_logits(model: nn.Module, region: Region) -> Callable[[], None]:
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return the mean over targets, or their sum / ``num_items_in_batch``. The target of token n is token n + 1."""
-        region.forget()
+        if self.head.gather_output:
+            keywords = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **kwargs}
+            return self.whole_loss(logits, labels, vocab_size, shift_labels=shift_labels, **keywords)  # type: ignore[no-any-return]
+        self.region.forget()
         if shift_labels is None:
             if labels is None:
                 raise ModelError("the loss needs labels or shift_labels. Remedy: pass labels to the model.")
@@ -75,18 +109,16 @@ def use_divided_logits(model: nn.Module, region: Region) -> Callable[[], None]:
         flat = logits.reshape(-1, logits.shape[-1])
         reduction = "mean" if num_items_in_batch is None else "sum"
         loss = vocab_parallel_cross_entropy(
-            flat, targets, region.axis, vocabulary, ignore_index=ignore_index, reduction=reduction
+            flat, targets, self.region.axis, self.vocabulary, ignore_index=ignore_index, reduction=reduction
         )
         if num_items_in_batch is None:
             return loss
         return loss / (num_items_in_batch.to(loss.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
 
-    model.loss_function = loss_function  # type: ignore[assignment]
-
-    def undo() -> None:
-        if had is None:
-            vars(model).pop("_loss_function", None)
+    def remove(self) -> None:
+        """Give the model its forward and its loss function back."""
+        super().remove()
+        if self.had_loss is None:
+            vars(self.module).pop("_loss_function", None)
         else:
-            model._loss_function = had
-
-    return undo
+            self.module._loss_function = self.had_loss

@@ -9,6 +9,8 @@ and hooks stay, and ``isinstance`` still holds. ``restore`` gives it back its cl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,6 +76,15 @@ class ColumnParallelLinear(Parallel, nn.Linear):
             self.region.forget()
             y = gather_columns(y, self.axis, even_bounds(self.whole_sizes["out_features"], self.axis.size))
         return y
+
+    @contextmanager
+    def keeping_columns(self) -> Iterator[None]:
+        """While this rank needs its own columns only, of a layer that gathers its output otherwise."""
+        gathers, self.gather_output = self.gather_output, False
+        try:
+            yield
+        finally:
+            self.gather_output = gathers
 
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self.used is None:

@@ -10,7 +10,7 @@ from torch import nn
 from ..distributed.topology import Topology
 from ..errors import ModelError
 from ..zero.init import part_of, refuse_partitioned
-from .causal_loss import use_divided_logits, with_divided_head
+from .causal_loss import DividedLogits, with_divided_head
 from .collectives import Region, make_region
 from .convert import convert
 from .describe import describe
@@ -52,7 +52,7 @@ def parallelize(
     ``plan``: name pattern -> style, see make_plan; None: the model's own, or else an inferred one. All ranks first take the
     values of tensor rank 0. Parameters on the meta device are divided in shape only. ``sequence_parallel``: hidden states
     between regions are also divided along the sequence; those that blocks output on the way stay divided.
-    ``vocab_parallel_loss``: for a Hugging Face causal language model, whose logits then stay divided.
+    ``vocab_parallel_loss``: for a Hugging Face causal language model, whose logits then stay divided in training on labels.
 
     Raises ModelError before anything is changed; see make_plan, infer_plan and blocks_of.
     """
@@ -101,8 +101,8 @@ def carry_out(
 ) -> Parallelized:
     """Convert ``model`` by ``made``, which is a plan for it. All tensor ranks must call this.
 
-    ``vocab_parallel_loss_of``: the module that computes its loss from divided logits: ``model``, or the model of which it
-    is a stage; None if there is none.
+    ``vocab_parallel_loss_of``: the module that computes its loss from divided logits in training: ``model``, or the model
+    of which it is a stage; None if there is none.
     """
     result = Parallelized(model, made, region, describe(model, made))
     _take_rank_zeros(model, region)
@@ -110,7 +110,7 @@ def carry_out(
     if sequence_parallel:
         result._undo.append(SequenceParallel(model, made, region).remove)
     if vocab_parallel_loss_of is not None:
-        result._undo.append(use_divided_logits(vocab_parallel_loss_of, region))
+        result._undo.append(DividedLogits(vocab_parallel_loss_of, region).remove)
     return result
 
 
