@@ -2857,6 +2857,14 @@ MUTANTS = (
         ("tests/unit/test_context_models.py", "-k", "those_of_their_forward"),
     ),
     Mutant(
+        "own-numbers-between-blocks",
+        "rank",
+        "zerorun/context/divided_model.py",
+        "    division.streams.leave()",
+        "    pass",
+        ("tests/ranks/test_context_dropout.py", "-k", "leave_out_the_same_blocks"),
+    ),
+    Mutant(
         "cache-that-nobody-fills",
         "swallowed",
         "zerorun/context/divided_model.py",

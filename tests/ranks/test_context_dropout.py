@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from contexts import llama, plain
+from contexts import VOCABULARY, llama, plain
 from harness import run_ranks
+from reference import OPTIMIZERS
 from torch import nn
 from training import make_config, merged
 
 import zerorun
 
-DROPPED, TOKENS, WIDTH = 0.25, 64, 32
+DROPPED, TOKENS, WIDTH, STEPS = 0.25, 64, 32, 4
 
 
 class Dropping(nn.Module):
@@ -37,7 +38,10 @@ def draw(tensor: int, policy: str) -> dict[str, Any]:
     layer.mlp = Dropping(layer.mlp)
     torch.manual_seed(3)
     config = {"sequence_parallel_size": 2, "tensor_parallel": {"size": tensor}, "seed": 1}
-    config |= {"activation_checkpointing": {"policy": policy}}
+    if policy == "the model's own":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        config |= {"activation_checkpointing": {"policy": policy}}
     engine = zerorun.initialize(model, merged(make_config(1), config))
     engine.train()
     before = torch.randint(1000, ())
@@ -52,7 +56,9 @@ def draw(tensor: int, policy: str) -> dict[str, Any]:
     return {**found, "place": place}
 
 
-@pytest.mark.parametrize(("tensor", "policy"), [(1, "full"), pytest.param(2, "none", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("tensor", "policy"), [(1, "full"), (1, "the model's own"), pytest.param(2, "none", marks=pytest.mark.nightly)]
+)
 def test_ranks_of_a_context_drop_other_elements(tensor: int, policy: str) -> None:
     found = run_ranks(2 * tensor, draw, tensor, policy)
     assert len({result["outside"] for result in found}) == 1  # outside of blocks all draw the same
@@ -65,6 +71,68 @@ def test_ranks_of_a_context_drop_other_elements(tensor: int, policy: str) -> Non
     rows = {result["place"]: result["dropped"] for result in found}
     both = (rows[0] & rows[1]).float().mean().item()
     assert both == pytest.approx(DROPPED**2, abs=4 * math.sqrt(DROPPED**2 / rows[0].numel()))
+
+
+def opt() -> Any:
+    """Leaves out blocks at random."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(5)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "word_embed_proj_dim": WIDTH, "ffn_dim": 48, "init_std": 0.3}
+    layers = {"num_hidden_layers": 6, "num_attention_heads": 4, "layerdrop": 0.4, "dropout": 0.0}
+    return OPTForCausalLM(OPTConfig(**sizes, **layers, max_position_embeddings=32)).train()
+
+
+def ran_in(model: Any, draws: bool) -> list[int]:
+    """The numbers of the blocks that run, to which they are added; each ``draws`` as ranks do that divide its sequences."""
+    ran: list[int] = []
+
+    def note(number: int) -> None:
+        ran.append(number)
+        if draws:
+            torch.randint(2**63 - 1, (), dtype=torch.int64)
+
+    for number, layer in enumerate(model.model.decoder.layers):
+        layer.register_forward_pre_hook(lambda *ignored, number=number: note(number))
+    return ran
+
+
+def drop_layers(policy: str) -> list[Any]:
+    engine = zerorun.initialize(
+        opt(), merged(make_config(1), {"sequence_parallel_size": 2, "activation_checkpointing": {"policy": policy}})
+    )
+    ran, found = ran_in(engine.module, False), []
+    torch.manual_seed(2)
+    for step in range(STEPS):
+        ran.clear()
+        loss = engine(**plain(torch.Generator().manual_seed(step), 12)).loss
+        blocks = list(ran)
+        engine.backward(loss)
+        engine.step()
+        found.append((blocks, loss.item(), engine.get_global_grad_norm()))
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("policy", ("none", "full"))
+def test_ranks_leave_out_the_same_blocks_as_one_process(policy: str) -> None:
+    model = opt()
+    optimizer = OPTIMIZERS["AdamW"][0](model.parameters(), **OPTIMIZERS["AdamW"][1])
+    ran, expected = ran_in(model, True), []
+    torch.manual_seed(2)
+    for step in range(STEPS):
+        ran.clear()
+        loss = model(**plain(torch.Generator().manual_seed(step), 12)).loss
+        loss.backward()
+        expected.append((list(ran), loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), float("inf")))))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert any(0 not in blocks for blocks, _, _ in expected)  # also the first one, where sequences are cut
+    assert any(5 not in blocks for blocks, _, _ in expected)
+    for found in run_ranks(2, drop_layers, policy):
+        for (blocks, loss, norm), wanted in zip(found, expected, strict=True):
+            assert blocks == wanted[0]
+            assert (loss, norm) == pytest.approx(wanted[1:], rel=1e-5)
 
 
 def means(size: int) -> torch.Tensor:

@@ -270,6 +270,12 @@ def test_an_encoder_and_a_decoder_are_refused() -> None:
     assert "an encoder-decoder model attends from one sequence to another" in refused(model)
 
 
+def test_a_last_block_that_joins_sequences_must_not_be_left_out() -> None:
+    model: Any = build("gpt2")
+    model.transformer.layerdrop = 0.3
+    assert "layerdrop = 0.3 leaves out blocks at random, also the last one" in refused(model)
+
+
 def test_other_models_are_refused() -> None:
     assert "Linear cannot be divided: it is no model of transformers" in refused(nn.Linear(2, 2))
 

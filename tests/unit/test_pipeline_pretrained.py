@@ -274,7 +274,11 @@ def llama_config() -> Any:
         (encoder_decoder, "T5ForConditionalGeneration cannot be split.*encoder-decoder"),
         (lambda: Leaky(llama_config()), "Leaky cannot be split.*runs before the blocks and after them"),
         (lambda: Remembering(llama_config()), "Remembering cannot be split.*do not give the logits"),
-        (lambda: make_model("opt", layerdrop=0.1), "config.layerdrop = 0.1"),
+        (lambda: make_model("opt", layerdrop=0.1), "layerdrop = 0.1 leaves out blocks at random"),
+        (
+            lambda: make_model("bart", decoder_layers=3, decoder_layerdrop=0.1),
+            "BartForCausalLM .*layerdrop = 0.1 leaves out",
+        ),
         (lambda: make_model("mixtral", output_router_logits=True), "config.output_router_logits"),
         (lambda: transformers.AutoModel.from_config(llama_config()), "LlamaModel cannot be split.*no logits"),
         (lambda: nn.Sequential(nn.Linear(2, 2)), "Sequential is no transformers model"),

@@ -268,6 +268,11 @@ def test_what_a_tie_leaves_open_is_refused() -> None:
         ("MixtralConfig", r"mlp\.experts \(moe_tp_experts\): sequence parallelism cannot be done"),
         ("Olmo2Config", r"self_attn has layers that are not in the plan beside .*q_proj \(colwise_gather_output\)"),
         ("OPTConfig", r"reshapes what is divided along the sequence"),
+        (
+            "BioGptConfig",
+            r"BioGptForCausalLM leaves out blocks at random \(layerdrop = 0\.3\).* Remedy: .* sequence_parallel=False",
+        ),
+        ("BartConfig", r"BartForCausalLM leaves out blocks at random \(layerdrop = 0\.2\)"),
     ],
 )
 def test_sequence_parallelism_is_refused(name: str, message: str) -> None:
@@ -286,6 +291,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "Olmo2Config": {"intermediate_size": 40, "num_key_value_heads": 2},
     "MixtralConfig": {"intermediate_size": 48, "num_key_value_heads": 2},
     "OPTConfig": {"ffn_dim": 40, "word_embed_proj_dim": 32},
+    "BioGptConfig": {"intermediate_size": 40, "layerdrop": 0.3},
+    "BartConfig": {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 40, "decoder_layerdrop": 0.2},
 }
 
 

@@ -8,6 +8,9 @@ loss follows: then the head has only this rank's rows, and the loss is summed ov
 
 A sequence that is shorter than there are ranks is not divided: each rank computes all of it.
 
+In training each rank draws numbers of its own inside a block. Between blocks all ranks draw the same, because a model may
+decide there which of them to leave out (layerdrop).
+
 A block is told by a keyword how long the sequence is, not by the state of its model: what is recomputed in the backward
 gets the same keyword again, whatever the model has been given in the meantime. Where the model itself recomputes blocks,
 hooks run again with them, and know the forward by what the block is given for whole sequences: these tensors are the same.
@@ -134,7 +137,7 @@ class Division:
         """Nothing is divided in the forward that begins."""
         self.rows = None
 
-    def enter_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, first: bool) -> Any:
+    def enter_block(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What ``block`` gets instead: rows of the hidden states, if they are whole, and the length."""
         hidden, (measure, length) = _hidden(block, args, kwargs), _measure_in(kwargs)
         if self._decoding and not self._entered:
@@ -152,7 +155,7 @@ class Division:
             rows = self._rows_again(block, hidden, measure)
         if rows is None:
             return None
-        if first and block.training:
+        if block.training:
             self.streams.enter(hidden.device)
         if hidden.shape[SEQUENCE] == rows.length:  # whole; or one rank has all rows
             args, kwargs = with_hidden(rows.cut(hidden), args, kwargs)
@@ -318,8 +321,9 @@ class DividedBlocks:
         self._forwards.append(InDecoder(decoder, division))
         self._handles: list[RemovableHandle] = []
         for block in blocks:
-            enter = functools.partial(_enter, division, block is blocks[0])
+            enter, outside = functools.partial(_enter, division), functools.partial(_outside, division)
             self._handles.append(block.register_forward_pre_hook(enter, with_kwargs=True))
+            self._handles.append(block.register_forward_hook(outside))
         if division.way.joins_early and blocks and blocks[-1] is all_blocks[-1]:
             self._handles.append(blocks[-1].register_forward_hook(functools.partial(_leave, division), with_kwargs=True))
 
@@ -331,8 +335,12 @@ class DividedBlocks:
         self._seam.remove()
 
 
-def _enter(division: Division, first: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return division.enter_block(block, args, kwargs, first=first)
+def _enter(division: Division, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return division.enter_block(block, args, kwargs)
+
+
+def _outside(division: Division, *ignored: Any) -> None:
+    division.streams.leave()
 
 
 def _leave(division: Division, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..errors import ConfigError, ConfigProblem, ModelError
 from ..pipeline.pretrained_proof import specimen
+from ..plan.units import layerdrop_of
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.threads import Outcome, ThreadAxis, first_difference, in_short, on_threads
 from .attention import AUTO, GATHER, ULYSSES
@@ -163,9 +164,21 @@ def way_of(model: nn.Module, method: str) -> Way:
             way = Way(path, joins_early, divides, tiles)
             found = [_difference(tried, way, tried_method, expected) for tried_method in _methods(tried, method)]
             if not any(found):
+                if joins_early:
+                    _refuse_layerdrop(model)
                 return way
             problem = next(text for text in found if text)
     raise refusal(model, f"a small copy of it, over {RANKS} ranks, {problem}")
+
+
+def _refuse_layerdrop(model: nn.Module) -> None:
+    """Raise ModelError for a model that may leave out its last block, where sequences are joined."""
+    layerdrop = layerdrop_of(model)
+    if layerdrop > 0:
+        reason = (
+            f"layerdrop = {layerdrop} leaves out blocks at random, also the last one, after which it needs whole sequences"
+        )
+        raise refusal(model, f"{reason} (it can be made with a layerdrop of 0)")
 
 
 def _methods(model: nn.Module, method: str) -> list[str]:

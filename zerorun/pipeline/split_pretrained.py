@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError, PipelineError
+from ..plan.units import layerdrop_of
 from .partition import LayerFacts, Method, bounds_of
 from .pipelined import Pipelined, StageCut, find_ties
 from .pretrained_anatomy import Anatomy, refusal
@@ -69,8 +70,9 @@ def _refuse(model: nn.Module) -> None:
         raise refusal(
             model, "config.output_router_logits adds a loss over the routers of all layers (it can be set to False)"
         )
-    if getattr(config, "layerdrop", 0):
-        raise refusal(model, f"config.layerdrop = {config.layerdrop} leaves out blocks at random (it can be set to 0)")
+    layerdrop = layerdrop_of(model)
+    if layerdrop > 0:
+        raise refusal(model, f"layerdrop = {layerdrop} leaves out blocks at random (it can be made with a layerdrop of 0)")
 
 
 def _facts(model: nn.Module, anatomy: Anatomy) -> list[LayerFacts]:

@@ -160,6 +160,12 @@ def repeated_blocks(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(_blocks(module, "", set()))
 
 
+def layerdrop_of(model: nn.Module) -> float:
+    """Return the probability by which a transformers ``model`` in training leaves out a block; 0 if it leaves out none."""
+    found = [getattr(part, "layerdrop", 0.0) for part in (getattr(model, "config", None), *model.modules())]
+    return max(value for value in found if isinstance(value, int | float))
+
+
 def _blocks(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, nn.Module]]:
     is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
     members = _callable_members(module, prefix) if is_list else _children(module, prefix)

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.tensor_shard import even_range
 from ..errors import ModelError
+from ..plan.units import layerdrop_of
 from .collectives import SEQUENCE, Region, gather_sequence, split_sequence
 from .styles import COLUMN, HOOKED, ParallelPlan
 
@@ -170,6 +171,13 @@ def blocks_of(model: nn.Module, plan: ParallelPlan) -> str:
         raise ModelError(
             f"sequence parallelism needs one ModuleList of blocks with divided layers; {type(model).__name__} has {found}. "
             "Remedy: sequence_parallel=False."
+        )
+    layerdrop = layerdrop_of(model)
+    if layerdrop > 0:  # the first block cuts the sequence, and the last one joins it
+        raise ModelError(
+            f"{type(model).__name__} leaves out blocks at random (layerdrop = {layerdrop}), also the first and the last, "
+            "where sequence parallelism divides and joins. Remedy: make the model with a layerdrop of 0, or "
+            "sequence_parallel=False."
         )
     for entry in plan.entries:
         if entry.name.startswith(found[0] + ".") and entry.style in (*HOOKED, "embedding_rowwise"):
