@@ -2857,6 +2857,14 @@ MUTANTS = (
         ("tests/unit/test_context_models.py", "-k", "those_of_their_forward"),
     ),
     Mutant(
+        "patches-taken-for-tokens",
+        "remedy",
+        "zerorun/pipeline/pretrained_proof.py",
+        '    return hasattr(embedding, "num_embeddings")  # what models for images have cuts these into patches',
+        "    return embedding is not None",
+        ("tests/unit/test_pipeline_pretrained.py", "-k", "what_is_not_certain"),
+    ),
+    Mutant(
         "own-numbers-between-blocks",
         "rank",
         "zerorun/context/divided_model.py",

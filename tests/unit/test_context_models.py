@@ -276,6 +276,15 @@ def test_a_last_block_that_joins_sequences_must_not_be_left_out() -> None:
     assert "layerdrop = 0.3 leaves out blocks at random, also the last one" in refused(model)
 
 
+@pytest.mark.parametrize("kind", ("Hubert", "ViT"))
+def test_models_without_an_embedding_of_tokens_are_refused(kind: str) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(hidden_size=32, intermediate_size=48, num_attention_heads=4)
+    model = getattr(transformers, f"{kind}Model")(config)
+    assert f"{kind}Model cannot be divided: it has no embedding of tokens" in refused(model)
+
+
 def test_other_models_are_refused() -> None:
     assert "Linear cannot be divided: it is no model of transformers" in refused(nn.Linear(2, 2))
 

@@ -264,6 +264,10 @@ def encoder_decoder() -> Any:
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, **IDS))
 
 
+def of_no_tokens(name: str) -> Any:
+    return transformers.AutoConfig.for_model(name, hidden_size=32, intermediate_size=40, num_attention_heads=4)
+
+
 def llama_config() -> Any:
     return transformers.AutoConfig.for_model("llama", **SIZES, **IDS, **MODELS["llama"])
 
@@ -281,6 +285,8 @@ def llama_config() -> Any:
         ),
         (lambda: make_model("mixtral", output_router_logits=True), "config.output_router_logits"),
         (lambda: transformers.AutoModel.from_config(llama_config()), "LlamaModel cannot be split.*no logits"),
+        (lambda: transformers.HubertForCTC(of_no_tokens("hubert")), "HubertForCTC .* it has no embedding of tokens"),
+        (lambda: transformers.ViTModel(of_no_tokens("vit")), "ViTModel .* it has no embedding of tokens"),
         (lambda: nn.Sequential(nn.Linear(2, 2)), "Sequential is no transformers model"),
     ],
 )

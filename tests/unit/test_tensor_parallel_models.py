@@ -229,6 +229,30 @@ def test_logits_are_whole_but_in_training_on_labels(name: str, sequence_parallel
     on_threads(2, work)
 
 
+def test_a_model_for_speech_has_no_embedding_to_divide() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 16}
+    cut = {"conv_dim": (16, 16), "conv_stride": (4, 4), "conv_kernel": (8, 8), "num_conv_pos_embeddings": 8}
+    config = transformers.HubertConfig(**sizes, **cut, num_conv_pos_embedding_groups=2, ctc_loss_reduction="mean")
+    model = transformers.HubertForCTC(config).eval()
+    batch = {"input_values": torch.randn(2, 400), "labels": torch.randint(1, 16, (2, 5))}
+
+    whole = copy.deepcopy(model)
+    expected = whole(**batch).loss
+    expected.backward()
+
+    def work(axis: ThreadAxis) -> Any:
+        mine = copy.deepcopy(model)
+        done = parallelize(mine, region=Region(axis))
+        assert "attention.q_proj: colwise, 2 x [32, 32] -> [16, 32]" in done.describe()
+        loss = mine(**batch).loss
+        loss.backward()
+        return loss.detach(), whole_gradients(mine, axis)
+
+    for found in on_threads(2, work):
+        torch.testing.assert_close(found, (expected.detach(), gradients(whole)), rtol=1e-4, atol=2e-6)
+
+
 BODY = {
     "model.layers.*.self_attn.q_proj": "colwise",
     "model.layers.*.self_attn.k_proj": "colwise",

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, ConfigProblem, ModelError
-from ..pipeline.pretrained_proof import specimen
+from ..pipeline.pretrained_proof import NO_TOKENS, embeds_tokens, specimen
 from ..plan.units import layerdrop_of
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.threads import Outcome, ThreadAxis, first_difference, in_short, on_threads
@@ -56,6 +56,8 @@ def refuse_unfit(model: nn.Module) -> str:
     text = _text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         raise refusal(model, "an encoder-decoder model attends from one sequence to another")
+    if not embeds_tokens(model):
+        raise refusal(model, NO_TOKENS)
     if getattr(text, "alibi", False) or any(hasattr(part, "build_alibi_tensor") for part in model.modules()):
         raise refusal(model, "its attention has biases by the distance of tokens (ALiBi)")
     kinds = [kind for kind in getattr(text, "layer_types", None) or () if any(word in kind for word in _RECURRENT)]

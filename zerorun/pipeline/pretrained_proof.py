@@ -51,6 +51,20 @@ FEWER_LAYERS = 4
 Forward = Callable[[list[dict[str, Any]]], list[Any]]
 
 
+NO_TOKENS = (
+    "it has no embedding of tokens, as models for speech and images have none, so that it cannot be tried on a few tokens"
+)
+
+
+def embeds_tokens(model: nn.Module) -> bool:
+    """True if a transformers ``model`` takes ids of tokens, so that it can be tried on some that are made up."""
+    try:
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+    except NotImplementedError:  # as of models for speech
+        return False
+    return hasattr(embedding, "num_embeddings")  # what models for images have cuts these into patches
+
+
 def specimen(model: nn.Module) -> nn.Module:
     """Return the model to try: ``model`` if it is small and has values, else a small copy. Raises ModelError."""
     params = list(model.parameters())

@@ -18,7 +18,7 @@ from ..plan.units import layerdrop_of
 from .partition import LayerFacts, Method, bounds_of
 from .pipelined import Pipelined, StageCut, find_ties
 from .pretrained_anatomy import Anatomy, refusal
-from .pretrained_proof import compare, examine, specimen
+from .pretrained_proof import NO_TOKENS, compare, embeds_tokens, examine, specimen
 from .pretrained_views import Crossing, Views
 
 HIDDEN = "hidden_states"
@@ -70,6 +70,8 @@ def _refuse(model: nn.Module) -> None:
         raise refusal(
             model, "config.output_router_logits adds a loss over the routers of all layers (it can be set to False)"
         )
+    if not embeds_tokens(model):
+        raise refusal(model, NO_TOKENS)
     layerdrop = layerdrop_of(model)
     if layerdrop > 0:
         raise refusal(model, f"layerdrop = {layerdrop} leaves out blocks at random (it can be made with a layerdrop of 0)")

@@ -207,7 +207,10 @@ def _vocabulary(model: nn.Module) -> dict[str, Style]:
     chosen = {"get_input_embeddings": "embedding_rowwise", "get_output_embeddings": "colwise_gather_output"}
     for method, style in chosen.items():
         get = getattr(model, method, None)
-        layer = get() if callable(get) else None
+        try:
+            layer = get() if callable(get) else None
+        except NotImplementedError:  # as of models for speech, which have no such layer
+            layer = None
         if isinstance(layer, nn.Embedding | nn.Linear) and isinstance(layer, nn.Embedding) == style.startswith("embedding"):
             found |= {name: style for name, module in model.named_modules() if module is layer}
     inside = {id(param) for name in found for param in model.get_submodule(name).parameters()}
