@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 
 import zerorun
 from zerorun.distributed.device import default_device
+from zerorun.distributed.transport.peer_memory import PeerMemory
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan.step import Collective
 
@@ -116,6 +118,18 @@ def train(case: Case, config: dict[str, Any], steps: int, **options: Any) -> Res
     result = run_steps(engine, case, steps)
     finish(engine, result)
     return result
+
+
+def read_slowly(memory: PeerMemory | None, seconds: float) -> None:
+    """Let this rank take as long for each tensor that it reads of another rank's memory."""
+    assert memory is not None
+    read = memory.read_tensor
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(seconds)
+        read(*arguments)
+
+    memory.read_tensor = slowly  # type: ignore[method-assign]
 
 
 def run_steps(engine: zerorun.Engine, case: Case, steps: int, first: int = 0) -> Result:

@@ -6,7 +6,6 @@ import copy
 import gc
 import io
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from covering import by_day
 from harness import run_ranks
 from models import Gpt, Place, token_loss, tokens
 from torch import nn
-from training import make_config, shared_topology
+from training import make_config, read_slowly, shared_topology
 
 import zerorun
 from zerorun.deepspeed.parameters import GatheredBlock, show_placeholders
@@ -325,16 +324,8 @@ def write_to_parameters(stage: int, late: bool) -> tuple[list[torch.Tensor], lis
     """Halve all weights after every step, and a master's copy, as loops may. ``late``: rank 1 is slow to read rank 0."""
     torch.manual_seed(0)
     engine = zerorun.initialize(Gpt(), make_config(stage), topology=shared_topology())
-    memory = engine.comm.dense.shard.memory
-    assert memory is not None
-    read = memory.read_tensor
-
-    def slowly(*arguments: Any) -> None:
-        time.sleep(0.005)
-        read(*arguments)
-
     if late and dist.get_rank() == 1:
-        memory.read_tensor = slowly  # type: ignore[method-assign]
+        read_slowly(engine.comm.dense.shard.memory, 0.005)
     params = list(engine.module.parameters())
     masters = []
     for step in range(2):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from test_offload import PLACES
 from test_tensor_parallel import VOCABULARY, Model
 from torch import nn
 from torch.nn import functional
-from training import finish, make_config, make_engine
+from training import finish, make_config, make_engine, read_slowly
 
 import zerorun
 from zerorun.errors import ConfigError, ModelError, NonFiniteError, StepError
@@ -227,16 +226,8 @@ def train_by_signs(stage: int, curvature: bool, late: bool = False) -> reference
     config = sophia_config(stage, 2)
     config["optimizer"]["params"]["rho"] = 0.0
     engine, result, case = make_engine(CASES["unused_alternating"], config), reference.Result(), CASES["unused_alternating"]
-    memory = engine.comm.dense.shard.memory
-    assert memory is not None
-    read = memory.read_tensor
-
-    def slowly(*arguments: Any) -> None:
-        time.sleep(0.01)
-        read(*arguments)
-
     if late and dist.get_rank() == dist.get_world_size() - 1:
-        memory.read_tensor = slowly  # type: ignore[method-assign]
+        read_slowly(engine.comm.dense.shard.memory, 0.01)
     for step in range(3):
         for micro in range(2):
             loss = case.loss(engine, Place(dist.get_rank(), step, micro))

@@ -22,7 +22,7 @@ from covering import by_day
 from harness import patience, run_ranks, start_ranks
 from models import CASES
 from reference import Result, differences, train_reference
-from training import finish, make_config, make_engine, merged, run_steps
+from training import finish, make_config, make_engine, merged, read_slowly, run_steps
 
 from zerorun.distributed.transport import peer_memory
 from zerorun.distributed.transport.connect import connect_axis
@@ -190,16 +190,8 @@ def overwrite_at_once(how: str) -> list[float]:
     """The last rank is slow to read the others' parts, which these write to as soon as they may."""
     rank, world = dist.get_rank(), dist.get_world_size()
     transport = connect_axis("test", dist.group.WORLD, rank, world, torch.device("cpu"), CommunicationStatistics())
-    memory = transport.memory
-    assert memory is not None
-    read = memory.read_tensor
-
-    def slowly(*arguments: Any) -> None:
-        time.sleep(0.3)
-        read(*arguments)
-
     if rank == world - 1:
-        memory.read_tensor = slowly  # type: ignore[method-assign, assignment]
+        read_slowly(transport.memory, 0.3)
     buffer = torch.full((64,), float(rank + 1))
     if how == "sum":
         transport.all_reduce(buffer, "test")

@@ -348,10 +348,8 @@ class Checkpointer:
         ranks.agree(attempt(lambda: self._refuse_strange_values(reader.path, manifest, given, tensors))[1])
         fits, problem = attempt(lambda: wanted.weights_only or self._position_fits(reader, wanted, tensors))
         fits = all(ranks.gather_unless(problem, fits))
-        schedule_fits, problem = attempt(
-            lambda: wanted.weights_only or _schedule_fits(self.run.lr_scheduler, reader, wanted, tensors)
-        )
-        schedule_fits = all(ranks.gather_unless(problem, schedule_fits))
+        loads_schedule, problem = attempt(lambda: _loads_schedule(self.run.lr_scheduler, reader, wanted, tensors))
+        ranks.agree(problem)
         prepared, trains = None, any(ranks.gather(self.subject.optimizer is not None))  # a stage may have nothing to train
         if wanted.optimizer and not wanted.weights_only and trains:
             prepared = loader.prepare_optimizer(ranks, tensors)
@@ -366,9 +364,8 @@ class Checkpointer:
         if wanted.weights_only:
             return client_state
         with half_loaded.loading(reader.path, "counters and schedule"):
-            with_schedule = wanted.scheduler and schedule_fits
             found, problem = attempt(
-                lambda: _restore_counters(self.run, manifest, wanted, tensors, with_schedule=with_schedule)
+                lambda: _restore_counters(self.run, manifest, wanted, tensors, with_schedule=bool(loads_schedule))
             )
             ranks.agree(problem)
             lines += found or []
@@ -465,14 +462,14 @@ class Checkpointer:
         return lines
 
 
-def _schedule_fits(schedule: Any, reader: Reader, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> bool:
-    """False if the schedule begins anew, because it is of another kind, and ``wanted`` allows that.
+def _loads_schedule(schedule: Any, reader: Reader, wanted: Wanted, tensors: dict[str, torch.Tensor]) -> bool:
+    """True if ``schedule`` goes on from the checkpoint. Raises CheckpointError if that has one of another kind.
 
-    Otherwise raises CheckpointError. Schedules take any state, and some would go on from the beginning with it.
+    Schedules take any state, and some would begin anew with it. If ``wanted`` allows that, this one does.
     """
-    manifest = reader.manifest
-    if manifest is None or schedule is None or manifest.scheduler is None or not wanted.scheduler:
-        return True
+    manifest, asked = reader.manifest, wanted.scheduler and not wanted.weights_only
+    if manifest is None or schedule is None or manifest.scheduler is None or not asked:
+        return False
     stored, live = (_public(state) for state in (decode(manifest.scheduler, tensors), schedule.state_dict()))
     if stored <= live or live <= stored:  # one version of a schedule may have more than another
         return True
@@ -500,7 +497,7 @@ def _restore_counters(
     """Restore the counters, the schedule and the loss scale. Return what was restored beside the counters, in words."""
     lines = []
     run.set_counters({name: manifest.counters[name] for name in run.counters() if name in manifest.counters})
-    if with_schedule and run.lr_scheduler is not None and manifest.scheduler is not None:
+    if with_schedule:
         run.lr_scheduler.load_state_dict(decode(manifest.scheduler, tensors))
         lines.append("schedule")
     if manifest.loss_scale is not None and run.config.scales_loss and wanted.optimizer:

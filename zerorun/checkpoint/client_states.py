@@ -18,7 +18,7 @@ from ..log import is_rank_zero, logger
 from .json_values import encode
 from .manifest import Manifest
 from .ranks import Ranks, attempt, is_by_rank
-from .tensorfile import memory_of
+from .tensorfile import tensor_sum
 
 
 def encode_own(state: Mapping[str, Any], ranks: Ranks) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -49,6 +49,5 @@ def _sum(state: Mapping[str, Any]) -> int:
     tensors: dict[str, torch.Tensor] = {}
     total = zlib.crc32(json.dumps(encode(dict(state), tensors, "client_state"), sort_keys=True).encode())
     for tensor in tensors.values():
-        kept = tensor.detach().cpu().contiguous()  # it must outlive the view of its memory
-        total = zlib.crc32(memory_of(kept), zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), total))
+        total = tensor_sum(tensor, zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), total))
     return total

@@ -6,7 +6,6 @@ The set ``model`` has those of the first rank of each pipeline stage. What anoth
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 
 import torch
@@ -16,7 +15,7 @@ from ..log import is_rank_zero, logger
 from .inventory import TensorPart
 from .ranks import is_by_rank, leads_stage
 from .read import Reader
-from .tensorfile import memory_of
+from .tensorfile import tensor_sum
 from .write_plan import BUFFER
 
 Sums = dict[str, int]  # name -> CRC-32
@@ -48,7 +47,7 @@ class RankBuffers:
 
     def sums(self, buffers: Mapping[str, torch.Tensor]) -> Sums:
         """The checksums of those buffers of this rank that have not differed yet."""
-        return {name: _sum(value) for name, value in buffers.items() if name not in self._differ}
+        return {name: tensor_sum(value) for name, value in buffers.items() if name not in self._differ}
 
     def learn(self, by_rank: list[Sums]) -> None:
         """Learn from the sums of all ranks which buffers differ."""
@@ -68,8 +67,3 @@ class RankBuffers:
         return [
             TensorPart(BUFFER, name, 0, value.contiguous().reshape(-1), tuple(value.shape)) for name, value in own.items()
         ]
-
-
-def _sum(buffer: torch.Tensor) -> int:
-    kept = buffer.detach().cpu().contiguous()  # it must outlive the view of its memory
-    return zlib.crc32(memory_of(kept))

@@ -141,6 +141,12 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
+def tensor_sum(tensor: torch.Tensor, before: int = 0) -> int:
+    """The CRC-32 of the bytes of ``tensor``, on any device, going on from ``before``."""
+    kept = tensor.detach().cpu().contiguous()  # it must outlive the view of its memory
+    return zlib.crc32(memory_of(kept), before)
+
+
 # -- writing -----------------------------------------------------------------------------------------------------
 
 

@@ -84,12 +84,12 @@ def _gather_bytes(content: bytes, group: dist.ProcessGroup | None) -> list[bytes
     message = len(content).to_bytes(_LENGTH, "little") + content
     heads = _gather_padded(message[:_HEAD], _HEAD, group)
     ends = [_LENGTH + int.from_bytes(head[:_LENGTH], "little") for head in heads]
-    usual = _usual(ends)
+    usual = max(_usual(ends), _HEAD)
     rests = _gather_padded(message[_HEAD:usual], usual - _HEAD, group) if usual > _HEAD else [b""] * len(heads)
     found = [(head + rest)[_LENGTH:end] for head, rest, end in zip(heads, rests, ends, strict=True)]
     for rank, end in enumerate(ends):
-        if end > max(usual, _HEAD):
-            found[rank] += _broadcast(message[max(usual, _HEAD) :], end - max(usual, _HEAD), rank, group)
+        if end > usual:
+            found[rank] += _broadcast(message[usual:], end - usual, rank, group)
     return found
 
 
