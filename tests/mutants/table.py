@@ -2505,6 +2505,14 @@ MUTANTS = (
         ("tests/ranks/test_parallel_dropout.py::test_tensor_ranks_that_would_drop_other_elements_are_told",),
     ),
     Mutant(
+        "what-tensor-ranks-of-a-stage-draw-is-not-compared",
+        "swallowed",
+        "zerorun/engine/pipeline_engine.py",
+        "            self._around_forward,",
+        '            lambda: torch.autocast("cpu", enabled=False),',
+        ("tests/ranks/test_parallel_dropout.py::test_tensor_ranks_that_would_drop_other_elements_are_told",),
+    ),
+    Mutant(
         "seeds-of-regions-count-as-draws",
         "stale",
         "zerorun/tensor_parallel/random.py",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
 
@@ -99,27 +99,31 @@ class Engine(CurvatureTaking):
         dtype = self.sharded_model.runtime.plan.compute_dtype
         if dtype is not None:
             inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
-        autocast = self.config.torch_autocast
-        trains = self.module.training and torch.is_grad_enabled() and not self._calls
-        draws = self.sharded_model.parts.common_draws(self.device) if trains and self.topology.same_batch > 1 else None
-        self._calls += 1
         try:
-            if autocast.enabled:
-                with torch.autocast(self.device.type, DTYPES[autocast.dtype]):
-                    output = self.module(*inputs, **kwargs)
-            else:
+            with self._around_forward():
                 output = self.module(*inputs, **kwargs)
         except RuntimeError as error:
             if dtype is not None and re.search("dtype|scalar type", str(error)):
                 _name_buffers(error, self.module, dtype)
             raise
+        return self._border.outwards(output) if passes_border else output
+
+    forward = __call__
+
+    @contextmanager
+    def _around_forward(self) -> Iterator[None]:
+        """Autocast, and the comparison of what ranks with the same batch draw in training."""
+        autocast = self.config.torch_autocast
+        trains = self.module.training and torch.is_grad_enabled() and not self._calls
+        draws = self.sharded_model.parts.common_draws(self.device) if trains and self.topology.same_batch > 1 else None
+        self._calls += 1
+        try:
+            with torch.autocast(self.device.type, DTYPES[autocast.dtype]) if autocast.enabled else nullcontext():
+                yield
         finally:
             self._calls -= 1
         if draws is not None:
             self.accumulation.compare(draws.mark())
-        return self._border.outwards(output) if passes_border else output
-
-    forward = __call__
 
     def _compare_data(self, given: Any) -> None:
         own = self.topology.context > 1 and not (self.module.training or self.config.context_parallel.in_evaluation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -18,7 +17,6 @@ from ..distributed.transport.gloo import Gloo
 from ..errors import PipelineError
 from ..log import logger
 from ..optim.containers import cast_floats
-from ..optim.loss_scaler import DTYPES
 from ..pipeline.executor import Executor, Timed, units_of_chunks
 from ..pipeline.p2p import PointToPoint, links_of
 from ..pipeline.pipelined import Pipelined
@@ -70,7 +68,7 @@ class PipelineEngine(Engine):
             self._root_of,
             self._begin,
             self.accumulation.tell_last,
-            self._autocast,
+            self._around_forward,
             Clock(self.device),
         )
         self._batch_fn: Callable[[Any], Any] | None = None
@@ -314,10 +312,6 @@ class PipelineEngine(Engine):
         self._note_loss(loss)
         scale = self.loss_scale
         return loss * scale if scale != 1.0 else loss
-
-    def _autocast(self) -> AbstractContextManager[Any]:
-        section = self.config.torch_autocast
-        return torch.autocast(self.device.type, DTYPES[section.dtype], enabled=section.enabled)
 
     def _mean(self, losses: list[torch.Tensor], count: int) -> torch.Tensor:
         """Return the mean over all micro-batches and data-parallel ranks, on all ranks. A device adds up by itself."""
