@@ -105,6 +105,19 @@ def test_what_forks_cannot_do_is_refused(tmp_path: Path) -> None:
     assert "is a rank itself" in member
 
 
+def test_an_interrupt_while_ranks_are_forked_ends_them(tmp_path: Path) -> None:
+    cell = """
+import os, signal, time
+os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+try:
+    zerorun.notebook_launcher(time.sleep, (5,), 2)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+    printed, said = run(tmp_path, cell)
+    assert printed == "interrupted\n" and "ignored" not in said
+
+
 @pytest.mark.parametrize("to_all", (pytest.param(True, marks=pytest.mark.nightly), False))
 def test_an_interrupt_ends_all_ranks(tmp_path: Path, to_all: bool) -> None:
     """A notebook signals its kernel, a terminal all processes in the foreground."""

@@ -2505,6 +2505,14 @@ MUTANTS = (
         ("tests/ranks/test_parallel_dropout.py::test_tensor_ranks_that_would_drop_other_elements_are_told",),
     ),
     Mutant(
+        "an-interrupt-in-a-fork-is-lost",
+        "swallowed",
+        "zerorun/engine/notebook.py",
+        "            with interrupts_later():  # Python ignores what is raised in its hooks of a fork",
+        "            with contextlib.nullcontext():",
+        ("tests/e2e/test_notebook.py::test_an_interrupt_while_ranks_are_forked_ends_them",),
+    ),
+    Mutant(
         "what-tensor-ranks-of-a-stage-draw-is-not-compared",
         "swallowed",
         "zerorun/engine/pipeline_engine.py",

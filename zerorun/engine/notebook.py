@@ -27,6 +27,7 @@ from ..distributed.device import is_in_use
 from ..distributed.transport.process_group import shutdown
 from ..errors import LaunchError
 from ..watch.launched import launched
+from ..zero.offload.host_link import interrupts_later
 
 _END_S = 5.0  # what ranks have to end by themselves, once one has failed or they were told to
 
@@ -51,8 +52,9 @@ def notebook_launcher(function: Callable[..., Any], args: Sequence[Any] = (), nu
             for rank in range(count)
         ]
         try:
-            for process in ranks:
-                process.start()
+            with interrupts_later():  # Python ignores what is raised in its hooks of a fork
+                for process in ranks:
+                    process.start()
             _wait_for(ranks)
         finally:
             _end(ranks)

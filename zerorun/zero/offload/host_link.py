@@ -86,7 +86,7 @@ class _Later(Generic[Result]):
     def __call__(self) -> Result:
         work, self._work = self._work, None
         if work is not None:
-            with _interrupts_later():  # from half an update, training could be neither saved nor continued
+            with interrupts_later():  # from half an update, training could be neither saved nor continued
                 try:
                     self._outcome.set_result(work())
                 except BaseException as error:
@@ -95,7 +95,7 @@ class _Later(Generic[Result]):
 
 
 @contextmanager
-def _interrupts_later() -> Iterator[None]:
+def interrupts_later() -> Iterator[None]:
     """Defer SIGINT (Ctrl-C) until after the body, if this is the thread that handles signals."""
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):
