@@ -4020,4 +4020,12 @@ MUTANTS = (
         "        if False:",
         ("tests/unit/test_launcher_hosts.py", "-k", "back_into_the_queue"),
     ),
+    Mutant(
+        "values-of-other-shapes-are-taken",
+        "stale",
+        "zerorun/zero/access.py",
+        "    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(whole):",
+        "    if not isinstance(value, torch.Tensor):",
+        ("tests/ranks/test_gradients.py", "-k", "other_shapes"),
+    ),
 )

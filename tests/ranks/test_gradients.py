@@ -20,9 +20,13 @@ from zerorun.errors import ModelError
 from zerorun.zero import (
     full_gradients,
     gradient_norms,
+    safe_get_full_fp32_param,
     safe_get_full_grad,
+    safe_get_full_optimizer_state,
     safe_get_local_grad,
+    safe_set_full_fp32_param,
     safe_set_full_grad,
+    safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_grad,
     safe_set_local_optimizer_state,
@@ -356,3 +360,43 @@ def test_edits_that_cannot_be() -> None:
         assert none.startswith("StepError") and "between backward() and step()" in none
         assert length.startswith("ModelError") and "this rank's part has" in length
         assert all("Remedy: " in text for text in (stranger, shape, none, length))
+
+
+def set_in_other_shapes(stage: int, precision: str) -> tuple[list[str], list[tuple[int, ...]], int]:
+    """What is said of each value; the shape of the parameter; how many elements of it a refused value has changed."""
+    engine = make_engine(CASES["plain"], make_config(stage, precision=precision))
+    engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), 0, 0)))
+    engine.step()
+    param = next(p for p in engine.module.parameters() if p.dim() == 2 and p.shape[0] != p.shape[1])
+    rows, columns = param.shape
+
+    def values() -> list[torch.Tensor]:
+        found = safe_get_full_fp32_param(param), safe_get_full_optimizer_state(param, "exp_avg")
+        return [value for value in (*found, *engine.state_dict().values()) if value is not None]
+
+    shapes, said = [(columns, rows), (2 * rows, columns), (rows * columns * 3 // 4,), (1,)], []
+    before = values()
+    for value in [torch.full(shape, 7.0) for shape in shapes]:
+        for attempt in (
+            lambda value=value: safe_set_full_fp32_param(param, value),
+            lambda value=value: safe_set_full_optimizer_state(param, value, "exp_avg"),
+        ):
+            try:
+                attempt()
+                said.append("nothing")
+            except Exception as error:  # whatever it is, all ranks are to say the same
+                said.append(f"{type(error).__name__} {error}")
+    changed = sum(int((now != old).sum()) for now, old in zip(values(), before, strict=True))
+    engine.destroy()
+    return said, shapes, changed
+
+
+@pytest.mark.parametrize(("stage", "precision"), ((1, "bf16"), (2, "fp32"), (3, "fp32")))
+def test_values_in_other_shapes_change_nothing_and_are_refused_on_all_ranks(stage: int, precision: str) -> None:
+    found = run_ranks(2, set_in_other_shapes, stage, precision)
+    assert found[0] == found[1]
+    said, shapes, changed = found[0]
+    assert changed == 0
+    for number, text in enumerate(said):
+        function = ("safe_set_full_fp32_param", "safe_set_full_optimizer_state")[number % 2]
+        assert text.startswith(f"ModelError {function}(...): ") and f"is {shapes[number // 2]}, and not" in text, text

@@ -409,11 +409,12 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Set the master and the weight of ``param`` to ``value``. All ranks must call it with the same full value.
 
-    Raises ModelError if no engine has ``param``, or if several pipeline stages have it.
+    Raises ModelError if no engine has ``param``, if several pipeline stages have it, or if the shape is another; nothing is
+    changed then.
     """
     model, home = managed(param, "safe_set_full_fp32_param")
     refuse_copies(home)
-    _store_weight(model, home, model.parts.part(param, value), exactly=True)
+    _store_weight(model, home, part_of_value(model, home, value, "safe_set_full_fp32_param"), exactly=True)
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:
@@ -440,10 +441,11 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key:
     """
     model, home = managed(param, "safe_set_full_optimizer_state")
     refuse_copies(home)
+    part = part_of_value(model, home, value, "safe_set_full_optimizer_state")
     flat, known = owned_state(model, home.flat_group, key)
     if not known:
         return
-    store_owned(home.flat_group, home.entry, flat, model.parts.part(param, value))
+    store_owned(home.flat_group, home.entry, flat, part)
     write_state(model, home, key, flat)
 
 
@@ -520,3 +522,21 @@ def managed(param: torch.Tensor, function: str) -> tuple[ShardedModel, Parameter
             "give a parameter of engine.module, and not a copy or a view of it."
         )
     return found
+
+
+def part_of_value(model: ShardedModel, home: ParameterHome, value: torch.Tensor, function: str) -> torch.Tensor:
+    """What this rank's tensor-parallel part of the parameter gets of ``value``, in its shape here.
+
+    Raises ModelError, which names ``function``, if the value is not a tensor in the shape of the whole parameter: its parts
+    on some ranks may fit all the same. To be called before anything is written.
+    """
+    param, here = home.flat_group.params[home.entry], home.flat_group.layout.entries[home.entry].shape
+    shard = model.parts.shards.get(id(param))
+    whole = shard.shape if shard is not None else here
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(whole):
+        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        raise ModelError(
+            f"{function}(...): the value for {home.name!r} is {given}, and not a tensor of shape {tuple(whole)}. Remedy: "
+            "give the whole value, in the parameter's shape, on every rank."
+        )
+    return model.parts.part(param, value.detach())

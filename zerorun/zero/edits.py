@@ -19,7 +19,17 @@ from itertools import groupby
 import torch
 
 from ..errors import ModelError, StepError
-from .access import compare_request, keep_owned, managed, owned_part, owned_state, refuse_copies, store_owned, write_state
+from .access import (
+    compare_request,
+    keep_owned,
+    managed,
+    owned_part,
+    owned_state,
+    part_of_value,
+    refuse_copies,
+    store_owned,
+    write_state,
+)
 from .flat_group import TrainedGroup
 from .gradients import gathered_gradients, reduce_all, whole_gradient
 from .pieces import owned_gradient
@@ -40,7 +50,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     gradient.
     """
     model, home, flat_group = _trained(param, "safe_set_full_grad")
-    part = _part_of(model, home, value, "safe_set_full_grad")
+    part = part_of_value(model, home, value, "safe_set_full_grad")
     _reduce(model, "safe_set_full_grad", repr(home.name))
     _refuse_none(flat_group, home, "safe_set_full_grad")
     _store_gradient(model, home, flat_group, part, model.gradient_factor())
@@ -89,7 +99,8 @@ def _update_group(
     for home, _ in members:
         param = flat_group.params[home.entry]
         value = update_func(whole_gradient(model, home, flat, factor), param)
-        _store_gradient(model, home, flat_group, _part_of(model, home, value, "safe_update_full_grad_vectorized"), factor)
+        part = part_of_value(model, home, value, "safe_update_full_grad_vectorized")
+        _store_gradient(model, home, flat_group, part, factor)
 
 
 def _store_gradient(
@@ -182,20 +193,6 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, key
 
 
 # -- values ------------------------------------------------------------------------------------------------------
-
-
-def _part_of(model: ShardedModel, home: ParameterHome, value: torch.Tensor, function: str) -> torch.Tensor:
-    """What this rank's tensor-parallel part of the parameter gets of ``value``, in its shape here."""
-    param, here = home.flat_group.params[home.entry], home.flat_group.layout.entries[home.entry].shape
-    shard = model.parts.shards.get(id(param))
-    whole = shard.shape if shard is not None else here
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(whole):
-        given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
-        raise ModelError(
-            f"{function}(...): the value for {home.name!r} is {given}, and not a tensor of shape {tuple(whole)}. Remedy: "
-            "give the whole value, in the parameter's shape, on every rank."
-        )
-    return model.parts.part(param, value.detach())
 
 
 def _local(home: ParameterHome, place: torch.Tensor, value: torch.Tensor, function: str) -> torch.Tensor:
