@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from inspect import signature
 from typing import Any, cast, overload
 
 import torch
@@ -431,7 +432,10 @@ class SinglePassOptimizer(torch.optim.Optimizer):
         for variant in ("amsgrad", "maximize", "differentiable"):
             if group.get(variant):
                 name = type(self).__name__
-                raise ValueError(f"{variant} is set, which zerorun's {name} does not have; use torch.optim.{name}")
+                twin = getattr(torch.optim, name, None)
+                other = f", or use torch.optim.{name}" if twin and variant in signature(twin).parameters else ""
+                reason = f"{variant} is set in a parameter group, which zerorun's {name} does not have."
+                raise ValueError(f"{reason} Remedy: unset it there{other}.")
         first = False
         for number, (key, start) in enumerate(self._states(group).items()):
             if self._held[param].get(key) is None:

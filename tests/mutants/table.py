@@ -4028,4 +4028,20 @@ MUTANTS = (
         "    if not isinstance(value, torch.Tensor):",
         ("tests/ranks/test_gradients.py", "-k", "other_shapes"),
     ),
+    Mutant(
+        "formulas-come-from-the-checkpoint",
+        "stale",
+        "zerorun/checkpoint/load.py",
+        "                group.update({k: value for k, value in stored.items() if k not in IMPLEMENTATION and k not in _VARIANTS})",
+        "                group.update({k: value for k, value in stored.items() if k not in IMPLEMENTATION})",
+        ("tests/ranks/test_saved_optimizers.py", "-k", "updates_as_it_asks_for"),
+    ),
+    Mutant(
+        "formulas-without-their-states-are-loaded",
+        "stale",
+        "zerorun/checkpoint/load.py",
+        "        if variant.needed and any(kinds and not any(_is_of(k, variant.needed) for k in kinds) for kinds in kept):",
+        "        if False:",
+        ("tests/ranks/test_saved_optimizers.py", "-k", "formulas_that_need"),
+    ),
 )

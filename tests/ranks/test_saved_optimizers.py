@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from training import make_config
 
 import zerorun
 from zerorun.errors import CheckpointError, ModelError
+from zerorun.log import logger
 
 
 class Odd(torch.optim.Optimizer):
@@ -182,6 +184,121 @@ def swap_groups(folder: str) -> tuple[list[tuple[float, float]], list[tuple[floa
 def test_hyperparameters_are_not_given_to_other_parameters(tmp_path: Path) -> None:
     for before, after in run_ranks(2, swap_groups, str(tmp_path)):
         assert before == after == [(0.001, 0.0), (0.1, 0.5)]
+
+
+def told() -> list[str]:
+    """The list of what the logger says of the updates from now on."""
+    lines: list[str] = []
+
+    class Listening(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "updates as this run asks" in record.getMessage():
+                lines.append(record.getMessage())
+
+    logger.addHandler(Listening())
+    return lines
+
+
+def named(kind: str, params: dict[str, Any], stage: int) -> zerorun.Engine:
+    torch.manual_seed(0)
+    return zerorun.initialize(Net(), make_config(stage) | {"optimizer": {"type": kind, "params": params}})
+
+
+def resume_otherwise(
+    folder: str, kind: str, saved: dict[str, Any], resumed: dict[str, Any], stage: int
+) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
+    """(weights after two steps, a load and two more, the states that another save has, what was told)."""
+    engine = named(kind, {"lr": 0.01} | saved, stage)
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    lines = told()
+    engine = named(kind, {"lr": 0.5} | resumed, stage)
+    engine.load_checkpoint(folder)
+    train(engine, 2, 2)
+    weights, states = engine.state_dict(), {key for state in engine.optimizer.state.values() for key in state}
+    engine.destroy()
+    logger.handlers.pop()
+    return weights, sorted(states), lines
+
+
+def resumed_by_one_process(kind: str, saved: dict[str, Any], change: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The same with torch's class, whose groups get ``change`` after two steps."""
+    torch.manual_seed(0)
+    module = Net()
+    optimizer = getattr(torch.optim, kind)(module.parameters(), **{"lr": 0.01, "weight_decay": 0.0} | saved)
+    for step in range(4):
+        for group in optimizer.param_groups if step == 2 else ():
+            group.update(change)
+        optimizer.zero_grad()
+        for rank in range(2):
+            inputs = torch.randn(2, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+            (module(inputs).square().mean() / 2).backward()
+        optimizer.step()
+    return {name: value.detach() for name, value in module.state_dict().items()}
+
+
+OTHERWISE: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "maximize": ("AdamW", {}, {"maximize": True}, {"maximize": True}),
+    "maximize, where torch saved": ("AdamW", {"foreach": True}, {"maximize": True}, {"maximize": True}),
+    "no maximize": ("AdamW", {"maximize": True}, {}, {"maximize": False}),
+    "no amsgrad": ("AdamW", {"amsgrad": True}, {}, {"amsgrad": False}),
+    "no amsgrad, for torch": ("AdamW", {"amsgrad": True}, {"foreach": True}, {"amsgrad": False}),
+    "not centered": ("RMSprop", {"centered": True}, {}, {"centered": False}),
+    "nesterov": ("SGD", {"momentum": 0.9}, {"momentum": 0.9, "nesterov": True}, {"nesterov": True}),
+    "the same": ("AdamW", {"amsgrad": True}, {"amsgrad": True}, {}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERWISE)
+def test_a_run_updates_as_it_asks_for_whatever_class_saved(case: str, tmp_path: Path) -> None:
+    """Its formulas hold, and the rate comes from the checkpoint. States of other formulas are left out."""
+    kind, saved, resumed, change = OTHERWISE[case]
+    expected = resumed_by_one_process(kind, saved, change)
+    found = run_ranks(2, resume_otherwise, str(tmp_path), kind, saved, resumed, 1 + len(change) * 2)
+    for weights, states, _ in found:
+        assert all(torch.allclose(weights[name], value, atol=1e-6) for name, value in expected.items())
+        assert case == "the same" or not {"max_exp_avg_sq", "grad_avg"} & set(states)
+    lines = found[0][2]
+    assert len(lines) == len(change) and found[1][2] == []
+    assert all(f"{key} {value} in parameter group 0 (saved with {not value})" in lines[0] for key, value in change.items())
+
+
+def refuse_formula(folder: str, kind: str, saved: dict[str, Any], resumed: dict[str, Any]) -> tuple[str, bool]:
+    """(what is said, whether all is as before)."""
+    engine = named(kind, {"lr": 0.01} | saved, 2)
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    engine.destroy()
+    engine = named(kind, {"lr": 0.5} | resumed, 2)
+    before = engine.state_dict()
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_checkpoint(folder)
+    after, rates = engine.state_dict(), {group["lr"] for group in engine.optimizer.param_groups}
+    same = all(torch.equal(after[name], value) for name, value in before.items()) and rates == {0.5}
+    engine.load_checkpoint(folder, load_optimizer=False)
+    train(engine, 2, 1)
+    engine.destroy()
+    return str(caught.value), same
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved", "resumed", "key", "reason"),
+    [
+        ("AdamW", {}, {"amsgrad": True}, "amsgrad", "needs the state 'max_exp_avg_sq', which is not there"),
+        ("RMSprop", {}, {"centered": True}, "centered", "needs the state 'grad_avg', which is not there"),
+        ("SGD", {}, {"momentum": 0.9, "nesterov": True}, "nesterov", "needs momentum and no dampening; momentum 0"),
+    ],
+)
+def test_formulas_that_need_what_is_not_there_are_refused_before_anything_changes(
+    kind: str, saved: dict[str, Any], resumed: dict[str, Any], key: str, reason: str, tmp_path: Path
+) -> None:
+    found = run_ranks(2, refuse_formula, str(tmp_path), kind, saved, resumed)
+    assert found[0] == found[1]
+    said, same = found[0]
+    assert same
+    assert f"was saved with {key} False in parameter group 0" in said and f"{key} True, which {reason}" in said
+    assert f"Remedy: set {key} to false in optimizer.params" in said and "load_optimizer=False" in said
 
 
 def save_unreadable(folder: str) -> list[str]:

@@ -33,7 +33,7 @@ from updates import (
 
 from zerorun.ops import native, single_pass
 from zerorun.ops.rounding import MasterFormat, Origin, Rounding, by_chance, join, split
-from zerorun.ops.single_pass import SGD, Adagrad, Adam, Lion, SinglePassOptimizer
+from zerorun.ops.single_pass import SGD, Adagrad, Adam, Adam8bit, Lion, SinglePassOptimizer
 from zerorun.ops.state_format import StateFormat
 
 PATHS = (*native.ISAS, "torch")
@@ -541,8 +541,12 @@ def test_bad_settings() -> None:
     optimizer = Adam([tensor])
     optimizer.param_groups[0]["amsgrad"] = True
     tensor.grad = torch.ones(2)
-    with pytest.raises(ValueError, match=r"amsgrad .* torch\.optim\.Adam"):
+    with pytest.raises(ValueError, match=r"amsgrad .* torch\.optim\.Adam\."):
         optimizer.step()
+    optimizer = Adam8bit([tensor])
+    optimizer.param_groups[0]["maximize"] = True
+    with pytest.raises(ValueError, match=r"maximize .* Adam8bit does not have\. Remedy: unset it there\."):
+        optimizer.step()  # torch has no class of this name
 
 
 def test_a_step_imports_no_compiler() -> None:
