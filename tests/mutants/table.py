@@ -4044,4 +4044,12 @@ MUTANTS = (
         "        if False:",
         ("tests/ranks/test_saved_optimizers.py", "-k", "formulas_that_need"),
     ),
+    Mutant(
+        "folders-of-one-disk-are-not-added-up",
+        "stale",
+        "zerorun/zero/disks.py",
+        "        return _local_ranks() * sum(self.bytes_in(other) for other in self.folders if disk_of(other) == disk)",
+        "        return _local_ranks() * self.bytes_in(folder)",
+        ("tests/ranks/test_nvme.py", "-k", "share_its_room"),
+    ),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +13,15 @@ import torch
 from harness import run_ranks
 from small_disk import run_on_small_disk
 from test_offload import PLACES, SMALL, ledgers
+from torch import nn
 from training import make_config, make_engine
 
 import zerorun
-from zerorun.errors import ConfigError
+from zerorun.errors import ConfigError, SwapError
+from zerorun.ops.aio import AsyncFile
 from zerorun.ops.single_pass import SinglePassOptimizer
+from zerorun.zero import disks
+from zerorun.zero.offload import nvme
 
 SETUP = """
 import os, sys, torch, zerorun
@@ -64,6 +71,50 @@ def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     assert "4.00 MiB" in told
     assert "Remedy: nvme_path on a larger disk" in told
     assert left == "[]"
+
+
+def make_on_disks(folder: str, free: int, together: bool, full: bool) -> str:
+    """What is said of masters and moments in one folder and parameters in another; empty if there is room.
+
+    ``free``: bytes of each disk. ``together``: both are on one. ``full``: nothing can be allocated in the end.
+    """
+    usage = shutil.disk_usage
+
+    def of_disk(path: Path) -> Any:
+        return SimpleNamespace(free=free) if str(path).startswith(folder) else usage(path)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvme.shutil, "disk_usage", of_disk)
+        if not together:
+            patch.setattr(disks, "disk_of", hash)
+        if full:
+
+            def refuse(self: AsyncFile, nbytes: int) -> None:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            patch.setattr(AsyncFile, "allocate", refuse)
+        places = {key: {"device": "nvme", "nvme_path": f"{folder}/{key}"} for key in ("offload_optimizer", "offload_param")}
+        config = make_config(3, precision="bf16", zero_optimization=places)
+        torch.manual_seed(0)
+        try:
+            zerorun.initialize(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))), config).destroy()
+        except SwapError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("mebibytes", "together", "full"), [(6.5, True, False), (6.5, False, False), (7.5, True, False), (7.5, True, True)]
+)
+def test_two_folders_of_one_disk_share_its_room(mebibytes: float, together: bool, full: bool, tmp_path: Path) -> None:
+    """Of 8 x 65,792 parameters masters and two moments take 6.02 MiB, and weights in bf16 one more."""
+    free = int(mebibytes * 2**20)
+    for told in run_ranks(2, make_on_disks, str(tmp_path), free, together, full):
+        if together and (mebibytes < 7 or full):
+            assert "the disk is too small" in told and "All ranks of this machine together take 7.0" in told, told
+            assert "in all folders of this disk" in told and "Remedy: nvme_path on a larger disk" in told
+        else:
+            assert told == ""
 
 
 FILLS_UP = (

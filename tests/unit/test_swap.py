@@ -365,7 +365,7 @@ def test_a_disk_that_is_too_small(kind: str, tmp_path: Path) -> None:
     for line, need in ((before, "64.00 MiB"), (making, "48.00 MiB")):
         assert "nvme_path = 'states': the disk is too small" in line and f"take {need}" in line
         assert re.search(r"1\d\.\d\d MiB \(1\d{7} bytes\) are free|\d\.\d\d MiB", line) and "Remedy: nvme_path on a" in line
-    assert "23.00 MiB of them for this one" in making
+    assert "23.00 MiB of them for this file" in making
     assert left == "[]"
 
 

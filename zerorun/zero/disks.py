@@ -15,7 +15,7 @@ from ..log import in_bytes, info_once
 from ..plan.sharding_plan import DiskPlan
 from ..watch.launched import ranks_here
 from .offload.host_link import Disk
-from .offload.nvme import StateFile, file_bytes, mapped_file, require_room
+from .offload.nvme import StateFile, disk_of, file_bytes, mapped_file, require_room
 
 T = TypeVar("T")
 Agree = Callable[[Callable[[], T]], T]  # calls a function on all ranks, and raises on all ranks alike
@@ -67,20 +67,26 @@ class _Files:
         states = file_bytes(*kept) if folder == self.states_folder else 0
         return states + (self.plan.param_bytes if folder == self.params_folder else 0)
 
+    def node_bytes(self, folder: Path) -> int:
+        """Return the bytes that all ranks of this node together keep on the disk of ``folder``, in whichever folders."""
+        disk = disk_of(folder)
+        return _local_ranks() * sum(self.bytes_in(other) for other in self.folders if disk_of(other) == disk)
+
     def require(self) -> None:
-        """Raise SwapError if a folder has no room for all ranks of this node together."""
+        """Raise SwapError if a disk has no room for all ranks of this node together."""
         for folder in self.folders:
-            require_room(folder, _local_ranks() * self.bytes_in(folder))
+            require_room(folder, self.node_bytes(folder))
 
     def open(self) -> Disk:
         """Make the files."""
         states = params = None
         if self.states_folder is not None:
             kept = self.plan.masters, self.plan.states or 0, self.plan.format
-            states = StateFile(self.states_folder, *kept, node_bytes=_local_ranks() * file_bytes(*kept))
+            states = StateFile(self.states_folder, *kept, node_bytes=self.node_bytes(self.states_folder))
         if self.params_folder is not None:
-            size = self.plan.param_bytes
-            params = mapped_file(self.params_folder, size) if size else torch.empty(0, dtype=torch.uint8)
+            size, together = self.plan.param_bytes, self.node_bytes(self.params_folder)
+            empty = torch.empty(0, dtype=torch.uint8)
+            params = mapped_file(self.params_folder, size, node_bytes=together) if size else empty
         return Disk(states, params)
 
 

@@ -99,10 +99,20 @@ class _Extent:
     masters: tuple[_Array, ...]
 
 
-def require_room(folder: Path, node_bytes: int) -> None:
-    """Raise :class:`SwapError` if the disk of ``folder`` has less than ``node_bytes`` free, the need of all ranks here.
+def disk_of(folder: Path) -> int:
+    """Return the number of the disk of ``folder``, which is made if it is not there. Raises :class:`SwapError`."""
+    try:
+        folder.mkdir(exist_ok=True)
+        return folder.stat().st_dev
+    except OSError as error:
+        raise _unusable(folder, error) from error
 
-    It must be called before anything is allocated: no rank may make its :class:`StateFile` until all have called it.
+
+def require_room(folder: Path, node_bytes: int) -> None:
+    """Raise :class:`SwapError` if the disk of ``folder`` has less than ``node_bytes`` free.
+
+    That is what all ranks of this machine need there, in all folders on this disk. It must be called before anything is
+    allocated: no rank may make a file until all have called it.
     """
     try:
         folder.mkdir(exist_ok=True)
@@ -113,14 +123,14 @@ def require_room(folder: Path, node_bytes: int) -> None:
         raise _too_small(folder, node_bytes, free)
 
 
-def mapped_file(folder: Path, nbytes: int) -> torch.Tensor:
+def mapped_file(folder: Path, nbytes: int, *, node_bytes: int = 0) -> torch.Tensor:
     """Return [nbytes] uint8, all zero, over a file without a name on the disk of ``folder``.
 
-    Raises :class:`SwapError` if the disk has no room for it.
+    Raises :class:`SwapError` if the disk has no room for it. ``node_bytes``: as for :class:`StateFile`.
     """
     file = _open_without_name(folder)
     try:
-        return torch.frombuffer(_map(folder, file, nbytes, 0), dtype=torch.uint8)
+        return torch.frombuffer(_map(folder, file, nbytes, node_bytes), dtype=torch.uint8)
     finally:
         file.close()
 
@@ -191,7 +201,7 @@ class StateFile:
     ) -> None:
         """``units``: unit -> its masters in ``format``, each of which has ``states`` states. ``buffer_count``: at least 2.
 
-        ``node_bytes``: the bytes of all ranks of this machine together, for the error message if the disk is full.
+        ``node_bytes``: the bytes of all ranks of this machine together on this disk, for the error message if it is full.
         """
         if buffer_count < 2:
             raise ValueError(f"buffer_count must be at least 2, got {buffer_count}")
@@ -483,11 +493,12 @@ def _unusable(folder: Path, error: OSError) -> SwapError:
 
 
 def _too_small(folder: Path, node_bytes: int, free: int, rank_bytes: int | None = None) -> SwapError:
-    own = "" if rank_bytes is None else f", {_size(rank_bytes)} of them for this one"
+    own = "" if rank_bytes is None else f", {_size(rank_bytes)} of them for this file"
     return SwapError(
         f"nvme_path = {str(folder)!r}: the disk is too small. All ranks of this machine together take {_size(node_bytes)} "
-        f"({node_bytes} bytes){own}; {_size(free)} ({free} bytes) are free. Remedy: nvme_path on a larger disk, more ranks "
-        "on more machines, or less on it: offload_param to the CPU, or a smaller offload_optimizer.ratio."
+        f"({node_bytes} bytes) there, in all folders of this disk{own}; {_size(free)} ({free} bytes) are free. Remedy: "
+        "nvme_path on a larger disk, offload_optimizer and offload_param on two disks, more ranks on more machines, or "
+        "less on it: offload_param to the CPU, or a smaller offload_optimizer.ratio."
     )
 
 
