@@ -18,9 +18,10 @@ from . import directory as folder
 from . import random_state
 from .adapters import ADAPTERS_FILE, find_adapters, peft_model
 from .client_states import client_state_of, encode_own
+from .group_settings import IMPLEMENTATION
 from .inventory import Inventory, Subject, TensorPart
 from .json_values import decode, encode
-from .load import IMPLEMENTATION, ModelLoader, Wanted, optimizer_kind
+from .load import ModelLoader, Wanted, optimizer_kind
 from .manifest import Manifest, never_cast
 from .merging import Merged
 from .rank_buffers import RankBuffers, Sums

@@ -31,6 +31,7 @@ from ..zero.sharded_optimizer import ShardedOptimizer
 from .block_states import decoded, is_coded, is_scale_set, keeps_blocks, scale_shard, scales
 from .frozen_base import refuse_other_base, sums_of_parts
 from .gather import PeerReader
+from .group_settings import IMPLEMENTATION, VARIANTS, Variant, compare_variants, is_of
 from .inventory import Contents, Inventory, SavedParameter, ranges_of, together
 from .json_values import decode
 from .rank_buffers import own_buffers
@@ -39,29 +40,6 @@ from .read import Read, Reader
 from .save import unpack_scalars, unpack_values
 from .tensorfile import dtype_of
 from .write_plan import BUFFER, MASTER, MODEL, OPTIMIZER, RESIDUAL
-
-# Keys of parameter groups that say how a step is computed, and not what it computes. They are not saved.
-IMPLEMENTATION = frozenset(
-    {"params", "param_names", "fused", "foreach", "capturable", "differentiable", "decoupled", "ns_method", "ns_dtype"}
-)
-
-# Keys that choose among formulas -> what a class does whose groups lack them; None if that is not known. They are saved,
-# but a load does not take them over, as it does rates and decays: what this run asks for holds, or the load is refused.
-_VARIANTS: dict[str, bool | None] = {
-    **dict.fromkeys(("maximize", "amsgrad", "nesterov", "centered", "eps_inside_sqrt"), False),
-    "bias_correction": True,
-    "decoupled_weight_decay": None,
-    "use_muon": None,
-}
-_NOT_ALWAYS_SAVED = frozenset({"bias_correction", "decoupled_weight_decay", "use_muon"})  # what is not there is not known
-
-# Variants that keep a state which the others do not: (key, value) -> the state.
-_STATES = {
-    ("amsgrad", True): "max_exp_avg_sq",
-    ("centered", True): "grad_avg",
-    ("use_muon", True): "momentum_buffer",
-    ("use_muon", False): "exp_avg",
-}
 
 
 @dataclass
@@ -151,72 +129,6 @@ def _begin_afresh(reader: Reader, wanted: Wanted, thawed: list[str]) -> None:
         logger.warning("%s: moments begin afresh for what was frozen when it was saved: %s.", reader.path, shown)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A key of ``_VARIANTS`` that had the value ``stored`` in a parameter group, and has ``own`` in this run."""
-
-    group: int
-    key: str
-    stored: bool
-    own: bool
-
-    def __str__(self) -> str:
-        return f"{self.key} {self.own} in parameter group {self.group} (saved with {self.stored})"
-
-    @property
-    def needed(self) -> str | None:
-        """The state that this run needs for it."""
-        return _STATES.get((self.key, self.own))
-
-    @property
-    def left_out(self) -> str | None:
-        """The state that only what was saved needs."""
-        return _STATES.get((self.key, self.stored))
-
-
-def _other_variants(own: Sequence[dict[str, Any]], stored: Sequence[dict[str, Any]]) -> list[Variant]:
-    """The formulas that this run's groups ask for and the ``stored`` ones did not, or the other way round."""
-    found = []
-    for number, (ours, theirs) in enumerate(zip(own, stored, strict=True)):
-        for key, lacking in _VARIANTS.items():
-            here, there = ours.get(key, lacking), theirs.get(key, None if key in _NOT_ALWAYS_SAVED else lacking)
-            if isinstance(here, int) and isinstance(there, int) and bool(here) != bool(there):
-                found.append(Variant(number, key, bool(there), bool(here)))
-    return found
-
-
-def _compare_variants(
-    reader: Reader, own: Sequence[dict[str, Any]], stored: Sequence[dict[str, Any]], members: Sequence[Sequence[str]]
-) -> list[Variant]:
-    """Return where the formulas of this run's groups are others than those of the ``stored`` ones.
-
-    ``members``: the parameters of each group, as they are called in the files. Raises CheckpointError if a formula of this
-    run needs what the checkpoint does not have.
-    """
-    others, sets = _other_variants(own, stored), [kind for kind in reader.sets if kind.startswith(OPTIMIZER)]
-    for variant in others:
-        reason, was = "", stored[variant.group]
-        kept = [{kind for kind in sets if name in reader.places(kind)} for name in members[variant.group]]
-        if variant.needed and any(kinds and not any(_is_of(k, variant.needed) for k in kinds) for kinds in kept):
-            reason = f"needs the state {variant.needed!r}, which is not there"
-        elif variant.key == "nesterov" and variant.own and (not was.get("momentum", 1) or was.get("dampening")):
-            momentum = f"momentum {was.get('momentum')} and dampening {was.get('dampening', 0)}"
-            reason = f"needs momentum and no dampening; {momentum} come from the checkpoint"
-        if reason:
-            raise CheckpointError(
-                f"{reader.path} was saved with {variant.key} {variant.stored} in parameter group {variant.group}, and this "
-                f"run has {variant.key} {variant.own}, which {reason}. Remedy: set {variant.key} to "
-                f"{str(variant.stored).lower()} in optimizer.params of the configuration, or in the parameter group, or "
-                "pass load_optimizer=False for fresh moments."
-            )
-    return others
-
-
-def _is_of(kind: str, state: str | None) -> bool:
-    """True for the set of ``state``, or of a tensor that is wrapped in it."""
-    return state is not None and f"{kind}.".startswith(f"{OPTIMIZER}{state}.")
-
-
 @dataclass
 class PreparedOptimizer:
     """What an optimizer is to become. ``words``: what is stored of it. ``groups``: hyperparameters, in its own order."""
@@ -231,7 +143,7 @@ class PreparedOptimizer:
 
     def leaves_out(self, group: int, kind: str) -> bool:
         """True for the set of a state that the formulas of this run do not have in ``group``."""
-        return any(variant.group == group and _is_of(kind, variant.left_out) for variant in self.others)
+        return any(variant.group == group and is_of(kind, variant.left_out) for variant in self.others)
 
 
 class ModelLoader:
@@ -421,7 +333,7 @@ class ModelLoader:
             stored,
             unpack_values(described.get("apart", {})),
             unpack_values(described.get("more", {})),
-            [] if own is None else _compare_variants(self.reader, own.optimizer.param_groups, stored, members),
+            [] if own is None else compare_variants(self.reader, own.optimizer.param_groups, stored, members),
         )
         taken = [k for k in keys if not all(prepared.leaves_out(group, k) for group in range(len(stored)))]
         names = [kind.removeprefix(OPTIMIZER) for kind in taken] + list(described["scalars"])
@@ -434,7 +346,7 @@ class ModelLoader:
         sharded, problem = self.subject.optimizer, None
         if sharded is not None:
             for group, stored in zip(sharded.optimizer.param_groups, prepared.groups, strict=True):
-                group.update({k: value for k, value in stored.items() if k not in IMPLEMENTATION and k not in _VARIANTS})
+                group.update({k: value for k, value in stored.items() if k not in IMPLEMENTATION and k not in VARIANTS})
             for piece, state in prepared.states:
                 sharded.optimizer.state.pop(piece.tensor, None)
                 if state:

@@ -24,8 +24,8 @@ from ..optim.loss_scaler import LossScaler
 from . import directory as folder
 from .foreign import ForeignCheckpoint, ForeignTensor
 from .gather import Collector
+from .group_settings import IMPLEMENTATION
 from .json_values import encode
-from .load import IMPLEMENTATION
 from .manifest import Manifest
 from .ranks import Ranks
 from .save import Scalar, now, pack_scalars, versions
