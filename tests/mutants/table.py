@@ -1583,6 +1583,14 @@ MUTANTS = (
         ("tests/ranks/test_scaled_backward.py::test_a_loss_through_two_engines",),
     ),
     Mutant(
+        "only-plain-backwards-come-without-the-scale",
+        "swallowed",
+        "zerorun/engine/accumulation.py",
+        "        return (self.has_gradient or late) and not self._has_entered() and self._outside != self._scaler.scale",
+        "        return (self.has_gradient or late) and not self._has_entered() and self._outside == 1.0",
+        ("tests/ranks/test_scaled_backward.py", "-k", "not_pass or not_refused"),
+    ),
+    Mutant(
         "a-failed-backward-goes-on",
         "stale",
         "zerorun/engine/accumulation.py",

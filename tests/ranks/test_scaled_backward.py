@@ -13,6 +13,7 @@ from covering import by_day
 from harness import run_ranks
 from simulation import simulated_device
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from training import make_config, shared_topology
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -249,6 +250,110 @@ def test_a_scaled_backward_that_fails_is_over(stage: int) -> None:
     assert all(run_ranks(2, after_an_exception, stage))
 
 
+class Holder:
+    """A class of the script's own, in which an engine finds no tensors."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Held(Layers):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Holder(super().forward(x))
+
+
+class Recomputed(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+Ways = dict[str, Callable[[Any, torch.Tensor], torch.Tensor]]
+NOT_PASSED: Ways = {
+    "the module": lambda engine, x: getattr(engine, "module", engine)(x.to(next(engine.parameters()).dtype)).tensor,
+    "an object": lambda engine, x: engine(x).tensor,
+}
+
+
+def not_passed(stage: int) -> dict[str, list[str] | bool]:
+    """What a plain backward and a step say, whether weights stay, and whether the engine's backward is right after it."""
+    found: dict[str, list[str] | bool] = {}
+    for name, output in NOT_PASSED.items():
+
+        def loss_of(models: Sequence[Any], x: torch.Tensor, output: Any = output) -> torch.Tensor:
+            return mean_square(output(models[0], x))
+
+        expected = wanted([Held(1)], loss_of)
+        engine, x = engine_of(Held(1), stage, 8.0), given(dist.get_rank()).float()
+        before, said = engine.state_dict(), []
+        for run in (lambda: loss_of([engine], x).backward(), engine.step):  # noqa: B023
+            with pytest.raises(StepError) as caught:
+                run()
+            said.append(str(caught.value))
+        found[name] = said
+        found[f"{name}, weights"] = all(torch.equal(value, before[key]) for key, value in engine.state_dict().items())
+        engine.zero_grad()
+        engine.scale(loss_of([engine], x)).backward()
+        found[f"{name}, scaled"] = equal(gradients([engine.module]), expected)
+        engine.zero_grad()
+        engine.backward(loss_of([engine], x))
+        found[f"{name}, by the engine"] = equal(gradients([engine.module]), expected)
+        engine.step()
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", by_day(range(4), 0, 3))
+def test_a_plain_backward_that_does_not_pass_the_border_is_refused(stage: int) -> None:
+    for found in run_ranks(2, not_passed, stage):
+        for name in NOT_PASSED:
+            said = found.pop(name)
+            assert isinstance(said, list)
+            assert all("without the loss scale" in text and "Remedy: engine.zero_grad()" in text for text in said), said
+        assert all(found.values()), found
+
+
+def passed(stage: int) -> dict[str, bool]:
+    """Plain backwards that are right: in recomputation, twice, to inputs alone, and without a loss scale."""
+
+    def loss_of(models: Sequence[Any], x: torch.Tensor) -> torch.Tensor:
+        return mean_square(models[0](x))
+
+    def twice(models: Sequence[Any], x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(models, x.clone().requires_grad_())
+        if hasattr(models[0], "module"):
+            (loss / 2).backward(retain_graph=True)
+            return loss / 2
+        return loss
+
+    found = {f"twice {name}": same for name, same in compare([lambda: Layers(1)], twice, stage, [8.0], ["plain"]).items()}
+
+    def recomputed(models: Sequence[Any], x: torch.Tensor) -> torch.Tensor:
+        return loss_of(models, x.clone().requires_grad_())
+
+    ways = ["plain", "first", "scale"]
+    found |= compare([lambda: Recomputed(1)], recomputed, stage, [8.0], ways)
+    engine, x = engine_of(Held(1), stage, 8.0), given(dist.get_rank()).float().requires_grad_()
+    y = NOT_PASSED["the module"](engine, x)
+    found["inputs"] = equal(torch.autograd.grad(y.sum(), x), torch.autograd.grad(Layers(1)(x).sum(), x))
+    engine.zero_grad()
+    engine.destroy()
+    engine = engine_of(Held(1), stage, 1.0)
+    NOT_PASSED["an object"](engine, given(dist.get_rank()).float()).square().mean().backward()
+    found["no scale"] = equal(
+        gradients([engine.module]), wanted([Held(1)], lambda models, x: mean_square(models[0](x).tensor))
+    )
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", by_day(range(4), 0, 3))
+def test_plain_backwards_that_are_right_are_not_refused(stage: int) -> None:
+    for found in run_ranks(2, passed, stage):
+        assert all(found.values()), found
+
+
 # -- two engines --------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +426,32 @@ def test_a_weight_on_a_device_counts_in_all_engines(stage: int) -> None:
 
 def test_a_weight_does_not_count_in_an_engine_without_gradients() -> None:
     assert run_ranks(2, weighted, 1, (0.0, 0.0), False) == [(True, "")] * 2
+
+
+def one_not_passed(stage: int, scales: Sequence[float]) -> tuple[str, bool]:
+    """What a loss through two engines says, of which the second keeps its output from the border; and the first alone."""
+    engines = [
+        engine_of(build(seed), stage, scale) for build, seed, scale in zip((Layers, Held), (1, 2), scales, strict=True)
+    ]
+    x, text = given(dist.get_rank()).float(), ""
+    try:
+        engines[0].backward(mean_square(engines[1](engines[0](x).float()).tensor))
+    except StepError as error:
+        text = str(error)
+    for engine in engines:
+        engine.zero_grad()
+    mean_square(engines[0](x)).backward()
+    same = equal(gradients([engines[0].module]), wanted([Layers(1)], lambda models, x: mean_square(models[0](x))))
+    for engine in engines:
+        engine.destroy()
+    return text, same
+
+
+@pytest.mark.parametrize("scales", ((8.0, 16.0), (8.0, 0.0), (0.0, 16.0)), ids=str)
+def test_a_loss_that_does_not_pass_the_border_of_one_of_two_engines_is_refused(scales: tuple[float, float]) -> None:
+    for text, same in run_ranks(2, one_not_passed, 1, scales):
+        assert "without the loss scale" in text
+        assert same
 
 
 def scaled_twice() -> tuple[list[str], bool]:

@@ -16,7 +16,7 @@ from zerorun.optim.loss_scaler import LossScaler
 
 @pytest.fixture
 def border() -> Iterator[Border]:
-    made = Border(LossScaler(8.0), lambda: 8.0, lambda: 1.0)
+    made = Border(LossScaler(8.0), lambda: 8.0, lambda: 1.0, int)
     yield made
     made.close()
 
@@ -97,7 +97,7 @@ def test_the_same_object_is_the_same_again(border: Border) -> None:
 
 
 def test_gradients_share_no_memory() -> None:
-    border = Border(LossScaler(), lambda: 1.0, lambda: 1.0)
+    border = Border(LossScaler(), lambda: 1.0, lambda: 1.0, int)
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     a, b = border.inwards((x, y))
     for _ in range(2):
@@ -126,7 +126,7 @@ def test_third_derivatives(border: Border) -> None:
 
 
 def test_engines_that_scale_are_known(border: Border) -> None:
-    plain = Border(LossScaler(), lambda: 1.0, lambda: 1.0)
+    plain = Border(LossScaler(), lambda: 1.0, lambda: 1.0, int)
     assert border in Border.scaling and plain not in Border.scaling
     border.close()
     assert border not in Border.scaling

@@ -159,6 +159,55 @@ class RunningBackwards:
 running = RunningBackwards()
 
 
+class _Entrance:
+    """Of a backward whose gradients have passed into an engine. It refers to this until it is over, or has failed."""
+
+    def __call__(self) -> None:
+        """What is called when the backward is over."""
+
+
+class Arrivals:
+    """Whether the gradients of one engine's backwards came with its loss scale: see [Note: borders] of borders.py."""
+
+    def __init__(self, scaler: LossScaler) -> None:
+        self._scaler = scaler
+        self._entrance: weakref.ref[_Entrance] | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """A backward begins."""
+        self._outside = running.scale()
+        self.has_gradient = False  # of any trained parameter, in it
+
+    def enter(self) -> None:
+        """In the backward that is running, gradients pass into the engine: they have its loss scale."""
+        if not self._has_entered():
+            entrance = _Entrance()
+            self._entrance = weakref.ref(entrance)
+            torch.autograd.Variable._execution_engine.queue_callback(entrance)  # refers to it, until the backward is over
+
+    def _has_entered(self) -> bool:
+        return self._entrance is not None and self._entrance() is not None
+
+    def inspect(self, unit: Unit) -> None:
+        """Note whether the backward has left a gradient in ``unit``."""
+        self.has_gradient = self.has_gradient or unit.has_gradient()
+
+    def lack_scale(self, *, late: bool) -> bool:
+        """True if the backward, which ends, has left gradients that had another scale when it came to the engine."""
+        return (self.has_gradient or late) and not self._has_entered() and self._outside != self._scaler.scale
+
+    def refuse(self) -> None:
+        """Raise StepError for such a backward."""
+        raise StepError(
+            f"a backward has come to parameters without the loss scale of their engine, {self._scaler.scale:g}, by which "
+            "step() divides: its loss depends on what the engine's call has not returned in a tensor, list, dict or "
+            "dataclass, such as the output of engine.module(...), a tensor in an object of another class, or an "
+            "attribute of a module. Weights are as before. Remedy: engine.zero_grad(), and engine.backward(loss), or "
+            "engine.scale(loss).backward(), for all micro-batches of the step."
+        )
+
+
 class Accumulation:
     """The accumulation of one rank. The runtime asks it, and informs it, about backwards."""
 
@@ -174,6 +223,7 @@ class Accumulation:
         self._in_no_sync = False
         self._is_last: bool | None = None  # whether the next backward is the last of a pipeline's batch
         self._labels = LabelCounts(config.gradient_accumulation_steps * comm.topology.data_parallel_size)
+        self.arrivals = Arrivals(scaler)
         self.begin(lambda: scaler.at_minimum)
 
     def begin(self, inspects: Callable[[], bool]) -> None:
@@ -186,6 +236,7 @@ class Accumulation:
         self._losses: list[torch.Tensor] = []  # fp64 [2] each: as ``Told.observed``
         self.notes = Notes()
         self._inspects = inspects
+        self._is_unscaled = False
 
     # -- the boundary --------------------------------------------------------------------------------------------
 
@@ -216,8 +267,11 @@ class Accumulation:
     def count_step(self) -> bool:
         """Count a step() and return True if it is to update the weights.
 
-        Raises StepError if there was no backward since the last step(), and inside ``no_sync``.
+        Raises StepError if there was no backward since the last step(), or one without the loss scale since the last
+        update, and inside ``no_sync``.
         """
+        if self._is_unscaled:
+            self.arrivals.refuse()
         if self._in_no_sync:
             raise StepError("step() inside no_sync(). Remedy: call it after the block.")
         if self.backwards == self.steps_seen:
@@ -256,7 +310,8 @@ class Accumulation:
     # -- backwards, as the runtime sees them ---------------------------------------------------------------------
 
     def reduces_now(self) -> bool:
-        """Return True if accumulated gradients may be reduced in the backward that begins."""
+        """A backward begins. Return True if accumulated gradients may be reduced in it."""
+        self.arrivals.begin()
         if self._is_last is not None:
             return self._is_last
         return self._config.managed_gradient_accumulation and self.is_boundary
@@ -267,6 +322,7 @@ class Accumulation:
 
     def inspect(self, unit: Unit) -> None:
         """Note how the loss counts if it is another engine's, and, if this step ``inspects``, non-finite gradients."""
+        self.arrivals.inspect(unit)
         backward = running.innermost()
         said = backward.counts if backward is not None and self not in backward.heard else None
         if backward is not None and said is not None and unit.has_gradient():
@@ -280,8 +336,14 @@ class Accumulation:
                     if gradient is not None and not bool(torch.isfinite(gradient).all()):
                         self.notes.culprits.append((self.backwards, name))
 
-    def ended(self) -> None:
-        """Count a backward that has ended."""
+    def ended(self, *, late: bool = False) -> None:
+        """Count a backward that has ended. ``late``: gradients came after the turn of their unit.
+
+        Raises StepError if its gradients have come without the loss scale.
+        """
+        if self._is_last is None and self.arrivals.lack_scale(late=late):
+            self._is_unscaled = True
+            self.arrivals.refuse()
         self.backwards += 1
 
     # -- losses --------------------------------------------------------------------------------------------------

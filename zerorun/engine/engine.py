@@ -73,7 +73,7 @@ class Engine(CurvatureTaking):
         self._owns_topology, self._trace = owns_topology, None
         self._sample = DeviceSample.make(self.device, self.comm)
         self._calls = 0  # calls in progress, one nested in the other
-        self._border = Border(scaler, lambda: self.loss_scale, running.scale)
+        self._border = Border(scaler, lambda: self.loss_scale, running.scale, accumulation.arrivals.enter)
         self.checkpointer  # noqa: B018  it remembers the model as it is now
         if self.sharded is not None:
             self.sharded.settle_by(self.settle)

@@ -68,8 +68,8 @@ class TimedBackwards:
     def inspect(self, unit: Unit) -> None:
         self._backwards.inspect(unit)
 
-    def ended(self) -> None:
-        self._backwards.ended()
+    def ended(self, *, late: bool = False) -> None:
+        self._backwards.ended(late=late)
         self._watch.add(BACKWARD, self._begun)
 
 

@@ -8,6 +8,9 @@ that enters or leaves an engine passes an identity whose backward multiplies by 
 The script gets another tensor than the module has. A hook on the module's own tensor would see flows that never leave the
 engine, too: those from a loss that the module returns to the logits that it also returns.
 
+What passes is found in the arguments and the output of the engine's call. A plain backward that comes to the weights by
+another way is refused, as its gradients have no scale.
+
 In a gradient of a gradient the flow goes the other way, and the backward of a passage is a passage in the other direction.
 """
 
@@ -28,9 +31,18 @@ class Border:
 
     scaling: ClassVar[weakref.WeakSet[Border]] = weakref.WeakSet()  # those of engines that scale losses
 
-    def __init__(self, scaler: LossScaler, scale: Callable[[], float], outside: Callable[[], float]) -> None:
-        """``scale`` returns the loss scale of ``scaler`` now; ``outside`` that of the backward that runs."""
-        self._scaler, self._scale, self._outside = scaler, scale, outside
+    def __init__(
+        self,
+        scaler: LossScaler,
+        scale: Callable[[], float],
+        outside: Callable[[], float],
+        entered: Callable[[], None],
+    ) -> None:
+        """``scale`` returns the loss scale of ``scaler`` now; ``outside`` that of the backward that runs.
+
+        ``entered`` is called in a backward whose gradients pass into the engine.
+        """
+        self._scaler, self._scale, self._outside, self._entered = scaler, scale, outside, entered
         self._note_scaling()
 
     def _note_scaling(self) -> None:
@@ -59,6 +71,8 @@ class Border:
     def factor(self, *, inwards: bool) -> float:
         """By what a gradient that passes now is multiplied."""
         inside, outside = self._scale(), self._outside()
+        if inwards:
+            self._entered()
         return inside / outside if inwards else outside / inside
 
 

@@ -19,7 +19,7 @@ class _Uncounted:
     def inspect(self, unit: Unit) -> None:
         pass
 
-    def ended(self) -> None:
+    def ended(self, *, late: bool = False) -> None:
         pass
 
 

@@ -35,8 +35,8 @@ class Backwards(Protocol):
         """Called for each unit before its gradients are collected."""
         ...
 
-    def ended(self) -> None:
-        """Called when a backward is over."""
+    def ended(self, *, late: bool = False) -> None:
+        """Called when a backward is over. ``late``: gradients came after their unit was inspected."""
         ...
 
 
@@ -164,7 +164,7 @@ class Reducer:
             for flat_group in unit.trainable:
                 flat_group.set_late_aside()
         self.late = set() if held else {unit.index for unit in late}
-        self._backwards.ended()
+        self._backwards.ended(late=bool(self.late))
 
     def _refuse_stray(self, unit: Unit) -> None:
         """Raise if a unit that shares slots has a gradient, and was not unsharded for it."""
