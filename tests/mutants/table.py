@@ -1591,6 +1591,22 @@ MUTANTS = (
         ("tests/ranks/test_scaled_backward.py", "-k", "not_pass or not_refused"),
     ),
     Mutant(
+        "dropped-micro-batches-count",
+        "bound",
+        "zerorun/engine/accumulation.py",
+        "        self._begun_at = self.micro_steps  # when the step began",
+        "        self._begun_at = 0",
+        ("tests/ranks/test_loop_queries.py", "-k", "begins_anew"),
+    ),
+    Mutant(
+        "verify-drops-what-it-refuses-to-look-at",
+        "stale",
+        "zerorun/engine/outcomes.py",
+        "        refuse_to_verify(self)",
+        "        self._forget_gradients()",
+        ("tests/ranks/test_loop_queries.py", "-k", "begins_anew"),
+    ),
+    Mutant(
         "a-failed-backward-goes-on",
         "stale",
         "zerorun/engine/accumulation.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -149,6 +150,72 @@ def test_samples_of_steps_that_the_loop_accumulates() -> None:
 
 
 # -- zero_grad ---------------------------------------------------------------------------------------------------
+
+
+def plain_step(steps: Sequence[int], accumulation: int) -> Result:
+    """Updates of one process, from all micro-batches of these steps."""
+    case, result = CASES["plain"], Result()
+    module = case.build()
+    stepper = make_optimizer(module, "SGD", None)
+    for step in steps:
+        for micro in range(accumulation):
+            for rank in range(2):
+                (case.loss(module, Place(rank, step, micro)) / (2 * accumulation)).backward()
+        result.norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), float("inf"))))
+        stepper.step()
+        stepper.zero_grad()
+    result.weights = weights_of(module)
+    return result
+
+
+def refused_verify(engine: Any, folder: str) -> None:
+    with pytest.raises(StepError, match="step that has begun"):
+        engine.verify(None, lambda model, batch: None)
+
+
+# What happens in the middle of a step; and whether the step goes on.
+IN_THE_MIDDLE: dict[str, tuple[Callable[[Any, str], Any], bool]] = {
+    "zero_grad": (lambda engine, folder: engine.zero_grad(), False),
+    "load": (lambda engine, folder: engine.load_checkpoint(folder), False),
+    "verify": (refused_verify, True),
+}
+
+
+def interrupted(what: str, stage: int, accumulation: int, folder: str) -> tuple[Result, list[bool], int]:
+    """Three steps; ``what`` happens after the first micro-batch of the second. Also which step() calls update."""
+    case, result, ends = CASES["plain"], Result(), list[bool]()
+    engine = make_engine(case, make_config(stage, accumulation=accumulation, optimizer="SGD"))
+
+    def micro_batches(step: int, first: int = 0, count: int = accumulation) -> None:
+        for micro in range(first, count):
+            engine.backward(case.loss(engine, Place(dist.get_rank(), step, micro)))
+            ends.append(engine.is_gradient_accumulation_boundary())
+            engine.step()
+            if ends[-1]:
+                result.norms.append(engine.get_global_grad_norm() or 0.0)
+
+    micro_batches(0)
+    engine.save_checkpoint(folder)
+    micro_batches(1, count=1)
+    happens, goes_on = IN_THE_MIDDLE[what]
+    happens(engine, folder)
+    micro_batches(1, first=int(goes_on))
+    micro_batches(2)
+    result.weights = engine.state_dict()
+    engine.destroy()
+    return result, ends, engine.global_samples
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("accumulation", (2, 3))
+@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("what", IN_THE_MIDDLE)
+def test_a_step_whose_gradients_are_dropped_begins_anew(what: str, stage: int, accumulation: int, tmp_path: Any) -> None:
+    step = [False] * (accumulation - 1) + [True]
+    for found, ends, samples in run_ranks(2, interrupted, what, stage, accumulation, str(tmp_path)):
+        assert not differences(found, plain_step((0, 1, 2), accumulation))
+        assert ends == [*step, *([] if IN_THE_MIDDLE[what][1] else [False]), *step, *step]
+        assert samples == 3 * 4 * accumulation
 
 
 def leave_in_zero_grad(stage: int) -> tuple[list[int], bool]:

@@ -217,7 +217,6 @@ class Accumulation:
         self._observes = config.observes_loss
         sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
         self.batch = Batch(*sizes, comm.topology.data_parallel_size, derived=())
-        self._resized_at = 0  # micro_steps when steps got the size that they have now
         self._device = comm.device
         self._given_boundary: bool | None = None  # set by the training loop
         self._in_no_sync = False
@@ -227,7 +226,11 @@ class Accumulation:
         self.begin(lambda: scaler.at_minimum)
 
     def begin(self, inspects: Callable[[], bool]) -> None:
-        """Begin a new step. ``inspects``: whether to look where gradients are not finite, as that would be an error."""
+        """Begin a new step: the one before has ended, or its gradients are dropped.
+
+        ``inspects``: whether to look where gradients are not finite, as that would be an error.
+        """
+        self._begun_at = self.micro_steps  # when the step began
         self.backwards = 0  # since the last update
         self.steps_seen = 0  # backwards of these that a step() has followed
         self._mode: str | None = None
@@ -249,7 +252,7 @@ class Accumulation:
             return self._given_boundary
         if not self._config.managed_gradient_accumulation:
             return True
-        return (self.micro_steps - self._resized_at + 1) % self.batch.accumulation == 0
+        return (self.micro_steps - self._begun_at + 1) % self.batch.accumulation == 0
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Let the training loop decide from now on which step() updates the weights."""
@@ -301,11 +304,11 @@ class Accumulation:
 
     def go_on_from(self, micro_steps: int) -> None:
         """Continue counting from ``micro_steps`` of an earlier run."""
-        self.micro_steps, self._resized_at = micro_steps, 0
+        self.micro_steps, self._begun_at = micro_steps, 0
 
     def resize(self, batch: Batch) -> None:
         """Let later steps have these sizes. No backward may have come since the last update."""
-        self.batch, self._resized_at = batch, self.micro_steps
+        self.batch, self._begun_at = batch, self.micro_steps
 
     # -- backwards, as the runtime sees them ---------------------------------------------------------------------
 
@@ -341,10 +344,10 @@ class Accumulation:
 
         Raises StepError if its gradients have come without the loss scale.
         """
+        self.backwards += 1
         if self._is_last is None and self.arrivals.lack_scale(late=late):
             self._is_unscaled = True
             self.arrivals.refuse()
-        self.backwards += 1
 
     # -- losses --------------------------------------------------------------------------------------------------
 

@@ -233,7 +233,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         return self.scaler.scale if self.history.scaler.dynamic else self.history.scaler.scale
 
     def zero_grad(self) -> None:
-        """Drop the gradients that no step() has used yet; step() itself drops the others."""
+        """Drop the gradients that no step() has used yet, and begin a new step; step() itself drops the others."""
         self.sharded_model.finish_reductions()
         self._forget_gradients()
 
@@ -242,10 +242,12 @@ class Outcomes(Reports, Counters, LoopQueries):
 
         ``batch``: this rank's micro-batch. ``loss``: called as loss(model, batch); by default the model gives it. All ranks
         must call it, after a step. Weights, states and random numbers stay as they are. Returns a line that tells how many
-        values are equal. Raises StepError, on all ranks alike, with the first value that differs.
+        values are equal. Raises StepError, on all ranks alike, with the first value that differs, and in a step that has
+        begun, which goes on.
         """
-        from ..verify.in_loop import verify_batch  # nobody pays for it who does not verify
+        from ..verify.in_loop import refuse_to_verify, verify_batch  # nobody pays for it who does not verify
 
+        refuse_to_verify(self)
         try:
             return verify_batch(self, batch, loss)
         finally:

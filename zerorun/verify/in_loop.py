@@ -31,18 +31,23 @@ _SEED = 1234
 _ALONE = "Remedy: compare the whole training by zerorun verify module:function --config FILE."
 
 
-def verify_batch(engine: Any, batch: Any, loss: Loss | None) -> str:
-    """Compare the engine with one process on ``batch``, and return a line that says so. All ranks must call it.
-
-    Gradients are left behind for the caller to forget. Raises StepError or ConfigError where it cannot be done, and
-    StepError, on all ranks alike, with the first value that differs.
-    """
-    topology, loss = engine.topology, loss or loss_of
+def refuse_to_verify(engine: Any) -> None:
+    """Raise StepError or ConfigError where ``verify_batch`` cannot be done. Changes nothing."""
+    topology = engine.topology
     refuse_lossy(engine.config)
     if topology.pipe * topology.tensor * topology.context * topology.expert > 1:
         raise StepError(f"engine.verify() needs a model that is whole on each rank, and this one is divided. {_ALONE}")
     if engine.accumulation.backwards or engine.sharded_model.optimizer is None:
         raise StepError("engine.verify() in a step that has begun, or without an optimizer. Remedy: call it after step().")
+
+
+def verify_batch(engine: Any, batch: Any, loss: Loss | None) -> str:
+    """Compare the engine with one process on ``batch``, and return a line that says so. All ranks must call it.
+
+    ``refuse_to_verify`` comes first. Gradients are left behind for the caller to forget. Raises StepError, on all ranks
+    alike, with the first value that differs.
+    """
+    topology, loss = engine.topology, loss or loss_of
     batches = gather_values(on_device(batch, torch.device(CPU)))
     whole, blocks = whole_copy(engine), {name for name, _ in repeated_blocks(engine.module)}
     found = _of_engine(engine, batch, loss, blocks)
