@@ -30,6 +30,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "bf16": {"precision": "bf16-mixed"},
     "offload": {},
     "manual": {},
+    "dropped": {},  # gradients, by optimizer.zero_grad() and by the module's before a validation
     "checkpointing": {},  # of activations
     "lora": {},
     "refused": {},
@@ -40,7 +41,7 @@ class Model(LightningModule):
     def __init__(self, cell: str) -> None:
         super().__init__()
         self.model, self.log_of_losses, self.written = llama(), [], []
-        self.automatic_optimization = cell != "manual"
+        self.cell, self.automatic_optimization = cell, cell not in ("manual", "dropped")
         if cell == "checkpointing":
             self.model.gradient_checkpointing_enable()
         if cell == "lora":
@@ -55,6 +56,15 @@ class Model(LightningModule):
     def training_step(self, batch: Any, number: int) -> Any:
         loss = self(batch)
         self.log_of_losses.append(float(loss.detach()))
+        if self.cell == "dropped":
+            self.manual_backward(loss)
+            if number == 1:
+                self.optimizers().zero_grad()
+            elif number == 2:
+                if isinstance(self.trainer.strategy, ZerorunStrategy):  # as behind a last micro-batch without a loss
+                    self.trainer.strategy.engine.set_gradient_accumulation_boundary(False)
+                self.optimizers().step()
+            return None
         if not self.automatic_optimization:
             optimizer = self.optimizers()
             optimizer.zero_grad()
@@ -142,7 +152,7 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
             accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, limit_train_batches=4, logger=False,
             callbacks=[saves] if cell in ("checkpoint", "weights only") else None, barebones=False,
             enable_checkpointing=cell in ("checkpoint", "weights only"), enable_progress_bar=False,
-            enable_model_summary=False, limit_val_batches=2 if cell == "validation" else 0, **CELLS[cell],
+            enable_model_summary=False, limit_val_batches=2 if cell in ("validation", "dropped") else 0, **CELLS[cell],
         )  # fmt: skip
 
     data = DataLoader(Sentences(), batch_size=2)

@@ -1607,6 +1607,22 @@ MUTANTS = (
         ("tests/ranks/test_loop_queries.py", "-k", "begins_anew"),
     ),
     Mutant(
+        "the-module-drops-micro-batches-that-count",
+        "stale",
+        "zerorun/engine/accumulation.py",
+        "        if backwards > self._accumulation.steps_seen and drop is not None:",
+        "        if backwards and drop is not None:",
+        ("tests/ranks/test_loop_queries.py", "-k", "the_module_drops"),
+    ),
+    Mutant(
+        "lightning-drops-nothing",
+        "stale",
+        "zerorun/integrations/lightning.py",
+        "    if found is not None and found.accumulation.backwards:",
+        "    if False:",
+        ("tests/clients/test_clients.py", "-k", "lightning and dropped"),
+    ),
+    Mutant(
         "a-failed-backward-goes-on",
         "stale",
         "zerorun/engine/accumulation.py",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from models import CASES, Place
 from reference import Result, differences, make_optimizer, weights_of
 from training import make_config, make_engine
 
+import zerorun
 from zerorun import log
 from zerorun.config.parse import EffectiveValue
 from zerorun.errors import ConfigError, StepError
@@ -216,6 +220,55 @@ def test_a_step_whose_gradients_are_dropped_begins_anew(what: str, stage: int, a
         assert not differences(found, plain_step((0, 1, 2), accumulation))
         assert ends == [*step, *([] if IN_THE_MIDDLE[what][1] else [False]), *step, *step]
         assert samples == 3 * 4 * accumulation
+
+
+def zero_module(stage: int) -> tuple[Result, list[int], list[bool]]:
+    """(the result of a step, the warnings at three places, what holds of copies and of the module after destroy())."""
+    log._warned.clear()
+    case, result, warned = CASES["plain"], Result(), list[int]()
+    engine = make_engine(case, make_config(stage, accumulation=2, optimizer="SGD"))
+    module = engine.module
+
+    def loss(step: int, micro: int) -> torch.Tensor:
+        return case.loss(engine, Place(dist.get_rank(), step, micro))
+
+    def zero(*given: bool) -> None:
+        module.zero_grad(*given)
+        warned.append(sum("module.zero_grad() after step() has no effect" in text for text in log._warned))
+
+    engine.backward(loss(5, 0))
+    module.zero_grad()
+    engine.backward(loss(5, 1))
+    found = loss(0, 0)
+    zero(False)
+    engine.backward(found)
+    engine.step()
+    zero()
+    engine.backward(loss(0, 1))
+    with zerorun.zero.GatheredParameters(list(module.parameters())):
+        written = io.BytesIO()
+        torch.save(module, written)
+        copies = [copy.deepcopy(module), torch.load(io.BytesIO(written.getvalue()), weights_only=False)]
+    ordinary = []
+    for copied in copies:
+        for param in copied.parameters():
+            param.grad = torch.ones_like(param)
+        copied.zero_grad()
+        ordinary.append(all(param.grad is None for param in copied.parameters()))
+    engine.step()
+    zero(True)
+    result.norms.append(engine.get_global_grad_norm() or 0.0)
+    result.weights = engine.state_dict()
+    engine.destroy()
+    return result, warned, [*ordinary, "zero_grad" not in vars(module)]
+
+
+@pytest.mark.parametrize("stage", by_day(range(4), 0, 3))
+def test_the_module_drops_gradients_that_no_step_has_counted(stage: int) -> None:
+    for found, warned, ordinary in run_ranks(2, zero_module, stage):
+        assert not differences(found, plain_step((0,), 2))
+        assert warned == [0, 1, 1]
+        assert ordinary == [True] * 3
 
 
 def leave_in_zero_grad(stage: int) -> tuple[list[int], bool]:

@@ -23,6 +23,7 @@ from numbers import Number
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..config.batch import Batch
 from ..config.parse import Config
@@ -32,6 +33,7 @@ from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
 from ..log import counted, warn_once
 from ..optim.loss_scaler import LossScaler
+from ..plan.forwards import ReplacedForward
 from ..zero.flat_group import fresh_gradient
 from ..zero.norm import Told, UnreadLosses
 from ..zero.unit import Unit
@@ -463,7 +465,38 @@ def counted_ranks(config: Config, topology: Topology) -> int:
     return topology.data_size if config.gradient_allreduce_op == "mean" else topology.context
 
 
-# -- labels -------------------------------------------------------------------------------------------------------
+# -- what others call to drop gradients --------------------------------------------------------------------------
+
+
+class ModuleZeroGrad(ReplacedForward):
+    """``zero_grad`` of an engine's module: the gradients that it means are the engine's, in flat buffers.
+
+    It drops them where a backward was followed by no step() yet, as loops of torch's own mean it. Where step() has counted
+    all backwards as micro-batches, it keeps them: loops for DeepSpeed, where it drops none of stage 2 or 3, call it at the
+    beginning of each micro-batch.
+    """
+
+    def __init__(
+        self, module: nn.Module, accumulation: Accumulation, drop: Callable[[], Callable[[], None] | None]
+    ) -> None:
+        """``drop`` returns what drops them; None if the engine is no more."""
+        super().__init__(module, "zero_grad")
+        self._accumulation, self._drop = accumulation, drop
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        backwards, drop = self._accumulation.backwards, self._drop()
+        if backwards > self._accumulation.steps_seen and drop is not None:
+            drop()
+        elif backwards:
+            _warn_of_kept("module.zero_grad() after step()", backwards)
+        self.inner(*args, **kwargs)
+
+
+def _warn_of_kept(what: str, backwards: int) -> None:
+    warn_once(
+        f"{what} has no effect: the gradients of {counted(backwards, 'backward')} since the last update are kept, and the "
+        "next one adds them up. Remedy: remove the call, or call engine.zero_grad() if they are to be dropped."
+    )
 
 
 def zero_grad_beside(accumulation: Accumulation) -> Callable[..., None]:
@@ -473,13 +506,12 @@ def zero_grad_beside(accumulation: Accumulation) -> Callable[..., None]:
     def zero_grad(set_to_none: bool = True) -> None:
         backwards = found.backwards if (found := seen()) is not None else 0
         if backwards:
-            warn_once(
-                "optimizer.zero_grad() has no effect: the gradients of "
-                f"{counted(backwards, 'backward')} since the last update are kept, and the next one adds them "
-                "up. Remedy: remove the call, or call engine.zero_grad() if they are to be dropped."
-            )
+            _warn_of_kept("optimizer.zero_grad()", backwards)
 
     return zero_grad
+
+
+# -- labels -------------------------------------------------------------------------------------------------------
 
 
 class LabelCounts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial, wraps
@@ -89,7 +90,7 @@ from ..zero.sharded_model import ShardedModel
 from ..zero.sharded_optimizer import PiecesInFp32, ShardedOptimizer, refuse_new_group
 from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
 from ..zero.unit import Unit, links_of
-from .accumulation import Accumulation, zero_grad_beside
+from .accumulation import Accumulation, ModuleZeroGrad, zero_grad_beside
 from .compilation import show_compilation
 from .engine import Engine
 
@@ -246,6 +247,8 @@ def initialize(
         observer,
         owns_topology=owns_topology,
     )
+    if sharded is not None:
+        runtime.keep([ModuleZeroGrad(model, accumulation, weakref.WeakMethod(engine.zero_grad))])
     runtime.keep(runtime.open_methods())
     show_compilation()
     if wanted.compile.enabled:

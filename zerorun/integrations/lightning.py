@@ -2,20 +2,23 @@
 
 [Note: who does what]
 Lightning owns the loop: it counts micro-batches, divides the loss by them, steps schedulers of ``configure_optimizers``,
-and decides when to save. The engine owns gradients: it reduces, unscales and clips them, and updates. So the configuration
-takes ``gradient_accumulation_steps`` and, unless it has them, ``gradient_clipping`` and the precision from the Trainer.
+and decides when to save, and when to drop gradients that no step has used. The engine owns gradients: it reduces, unscales
+and clips them, and updates. So the configuration takes ``gradient_accumulation_steps`` and, unless it has them,
+``gradient_clipping`` and the precision from the Trainer.
 What the two say differently is an error, where the Trainer's is what Lightning does, and not what the file asks for.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -64,6 +67,7 @@ class EnginePrecision(Precision):
         """Run the closure, which calls ``backward``, and update the weights."""
         result = closure()
         self._after_closure(model, optimizer)
+        self._strategy.engine.set_gradient_accumulation_boundary(True)  # the last micro-batch may have given no loss
         self._strategy.engine.step()
         return result
 
@@ -102,6 +106,20 @@ def _batch_problems(given: dict[str, Any], config: dict[str, Any], trainer: Trai
             remedy = "Leave the key out: it follows from the data loader's batch size and accumulate_grad_batches."
             problems.append(ConfigProblem(_BATCH, given[_BATCH], f"{wanted[:-1]} for {sizes}.", remedy))
     return problems
+
+
+def _drop_unused(engine: weakref.ref[Engine], set_to_none: bool = True) -> None:
+    """What ``optimizer.zero_grad`` does: drop the gradients that no step has used, as the loop of Lightning has it."""
+    found = engine()
+    if found is not None and found.accumulation.backwards:
+        found.zero_grad()
+
+
+class _WrappedOptimizer(LightningOptimizer):
+    """What ``LightningModule.optimizers()`` gives. Lightning's own has ``zero_grad`` of torch's class, not the engine's."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
 
 
 class ZerorunStrategy(DDPStrategy):
@@ -165,8 +183,13 @@ class ZerorunStrategy(DDPStrategy):
         if not fits:
             config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
         self._engine = initialize(self.lightning_module, config, optimizer=optimizer)
+        if self._engine.sharded is not None:
+            self._engine.sharded.give_methods(zero_grad=partial(_drop_unused, weakref.ref(self._engine)))
         self.model = self._engine  # type: ignore[assignment]
         self.optimizers = [self._engine.optimizer] if self._engine.optimizer is not None else []
+        self._lightning_optimizers = [
+            LightningOptimizer._to_lightning_optimizer(_WrappedOptimizer(optimizer), self) for optimizer in self.optimizers
+        ]
         self.lr_scheduler_configs = schedules
 
     def _configuration(self, trainer: Trainer, *, fits: bool) -> dict[str, Any]:
