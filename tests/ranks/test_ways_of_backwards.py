@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zerorun
+from zerorun import log
 from zerorun.errors import ModelError, StepError
 
 WIDTH, BLOCKS, STEPS, RATE = 8, 5, 3, 0.1
@@ -284,6 +285,108 @@ def penalised(stage: int, last: bool, accumulation: int) -> float:
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
 def test_a_backward_that_comes_to_no_forward_counts(stage: int, last: bool, accumulation: int) -> None:
     assert max(run_ranks(2, penalised, stage, last, accumulation)) < 1e-6
+
+
+# -- gradients of inputs alone ------------------------------------------------------------------------------------
+
+INPUT_GRADIENTS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "grad": lambda loss, x: torch.autograd.grad(loss, x),
+    "inputs": lambda loss, x: loss.backward(inputs=[x]),
+}
+
+
+def beside_steps(how: str, stage: int, folder: str) -> tuple[float, list[str]]:
+    """Gradients of inputs before and in each step: the difference of weights, and what steps without any others say."""
+    log._warned.clear()
+    torch.manual_seed(0)
+    engine, alone, optimizer = begin(TwoHeads(), stage, gradient_accumulation_steps=2)
+    said = []
+
+    def of_inputs() -> None:
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        INPUT_GRADIENTS[how](engine(x)[0].mean(), x)
+
+    for step in batches():
+        of_inputs()
+        engine.save_checkpoint(folder)
+        engine.set_train_batch_size(engine.train_batch_size())
+        engine.set_gradient_accumulation_boundary(True)
+        with pytest.raises(StepError) as caught:
+            engine.step()
+        said.append(str(caught.value))
+        for number in range(2):
+            engine.set_gradient_accumulation_boundary(number == 1)
+            of_inputs()
+            engine.backward(engine(step[dist.get_rank()])[number].square().mean())
+            engine.step()
+        torch.stack([head.square().mean() / 2 for x in step for head in alone(x)]).mul(1 / 2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = largest_difference(engine, alone)
+    engine.destroy()
+    return found, said
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize("how", INPUT_GRADIENTS)
+def test_gradients_of_inputs_are_no_part_of_a_step(how: str, stage: int, tmp_path: Any) -> None:
+    for found, said in run_ranks(2, beside_steps, how, stage, str(tmp_path)):
+        assert found < 1e-6
+        assert said and all("no gradients of parameters since the last step()" in text for text in said), said
+
+
+def untrue_warnings(stage: int) -> int:
+    """Of steps with a penalty on the gradient of the input: that their two backwards were meant to be one update."""
+    log._warned.clear()
+    engine, *_ = begin(TwoHeads(), stage, gradient_accumulation_steps=2)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    for _ in range(2):
+        y = engine(x)[0].square()
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        engine.backward(y.mean() + slope.square().mean())
+        engine.step()
+    engine.destroy()
+    return sum("counts as one of gradient_accumulation_steps" in text for text in log._warned)
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_the_gradient_for_a_penalty_is_no_micro_batch(stage: int) -> None:
+    assert run_ranks(2, untrue_warnings, stage) == [0, 0]
+
+
+class OnOneRank(nn.Module):
+    """Only the layers ``own`` are trained, which rank 0 alone uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).requires_grad_(False)
+        self.own = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        y = self.body(x)
+        return self.own(y) if rank == 0 else y
+
+
+def without_gradients(stage: int) -> float:
+    """A plain backward leaves no gradients on rank 1."""
+    torch.manual_seed(0)
+    engine, alone, optimizer = begin(OnOneRank(), stage)
+    for step in batches().requires_grad_():
+        rank = dist.get_rank()
+        engine(step[rank], rank).square().mean().backward()
+        engine.step()
+        torch.stack([alone(x, rank).square().mean() for rank, x in enumerate(step)]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = largest_difference(engine, alone)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", by_day(range(4), 0, 3))
+def test_a_rank_without_gradients_takes_part_in_a_step(stage: int) -> None:
+    assert max(run_ranks(2, without_gradients, stage)) < 1e-6
 
 
 class TwoHeads(nn.Module):

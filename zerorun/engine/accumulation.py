@@ -233,7 +233,8 @@ class Accumulation:
         ``inspects``: whether to look where gradients are not finite, as that would be an error.
         """
         self._begun_at = self.micro_steps  # when the step began
-        self.backwards = 0  # since the last update
+        self.backwards = 0  # since the last update, with gradients of parameters or by the engine's backward()
+        self._ended, self._ended_seen = 0, 0  # backwards of any kind, and those of them that a step() has followed
         self.steps_seen = 0  # backwards of these that a step() has followed
         self._mode: str | None = None
         self._weight = 0.0
@@ -273,17 +274,16 @@ class Accumulation:
         """Count a step() and return True if it is to update the weights.
 
         Raises StepError if there was no backward since the last step(), or one without the loss scale since the last
-        update, and inside ``no_sync``.
+        update, and inside ``no_sync``. A rank may have no gradients where others have some, as of experts, so that only
+        ``refuse_no_backward`` knows whether there are any.
         """
         if self._is_unscaled:
             self.arrivals.refuse()
         if self._in_no_sync:
             raise StepError("step() inside no_sync(). Remedy: call it after the block.")
-        if self.backwards == self.steps_seen:
-            raise StepError(
-                "step() without backward(): no gradients since the last step(). "
-                "Remedy: call engine.backward(loss) or loss.backward() first."
-            )
+        if self._ended == self._ended_seen:
+            refuse_no_backward(0)
+        self._ended_seen = self._ended
         new, self.steps_seen = self.backwards - self.steps_seen, self.backwards
         boundary = self.is_boundary
         if not boundary and self._given_boundary is None and new == self.batch.accumulation:
@@ -344,8 +344,14 @@ class Accumulation:
     def ended(self, *, late: bool = False) -> None:
         """Count a backward that has ended. ``late``: gradients came after the turn of their unit.
 
-        Raises StepError if its gradients have come without the loss scale.
+        Those of inputs alone, as of torch.autograd.grad, are no part of the step. Raises StepError if gradients of
+        parameters have come without the loss scale.
         """
+        self._ended += 1
+        backward = running.innermost()
+        counts = self.arrivals.has_gradient or late or (backward is not None and self in backward.heard)
+        if self._is_last is None and not counts:
+            return
         self.backwards += 1
         if self._is_last is None and self.arrivals.lack_scale(late=late):
             self._is_unscaled = True
@@ -463,6 +469,15 @@ def counted_ranks(config: Config, topology: Topology) -> int:
     Each rank of a context group has the loss of one batch, and gradients that add up to as many times those of the batch.
     """
     return topology.data_size if config.gradient_allreduce_op == "mean" else topology.context
+
+
+def refuse_no_backward(backwards: int) -> None:
+    """Raise StepError if there were no ``backwards``."""
+    if not backwards:
+        raise StepError(
+            "step() without backward(): no gradients of parameters since the last step(). Remedy: call "
+            "engine.backward(loss) or loss.backward() first."
+        )
 
 
 # -- what others call to drop gradients --------------------------------------------------------------------------

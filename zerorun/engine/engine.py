@@ -34,7 +34,7 @@ from ..zero.placeholders import released_parameter
 from ..zero.runtime import ModelPart
 from ..zero.sharded_model import ShardedModel
 from ..zero.unit import links_of
-from .accumulation import Accumulation, ScaledBackward, check_loss, running, samples_of_step
+from .accumulation import Accumulation, ScaledBackward, check_loss, refuse_no_backward, running, samples_of_step
 from .compilation import show_compilation
 from .curvature import CurvatureTaking
 from .outcomes import History, UnsettledStep
@@ -251,7 +251,8 @@ class Engine(CurvatureTaking):
         """Count a micro-batch and, at the accumulation boundary, update the weights and the learning rate.
 
         ``lr_kwargs``: for the ``step`` of the learning-rate schedule, such as ``{"epoch": 3}`` or a metric that it watches.
-        Raises StepError if there was no backward since the last call, NonFiniteError for NaN losses or gradients (fp32,
+        Raises StepError if there was no backward since the last call (one to inputs alone, as that of torch.autograd.grad,
+        does not count), NonFiniteError for NaN losses or gradients (fp32,
         bf16), and LossScaleError if fp16 overflows at the minimum scale. An error leaves the weights as before the step.
         On a GPU, which decides by itself whether a step is applied, these come from the next call.
         """
@@ -271,15 +272,16 @@ class Engine(CurvatureTaking):
             self._end_curvature(self._estimates)
         self.history.progress.begin()
         self.sharded_model.reduce()
-        wishes = (board.wanted_trace, *(saves.wishes() if saves is not None else ()))
+        wishes = (board.wanted_trace, self.accumulation.backwards, *(saves.wishes() if saves is not None else ()))
         must_know = self.lr_scheduler is not None and not has_state(self.lr_scheduler)
         summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=must_know))
-        trace, *others = summary.wishes
+        trace, backwards, *others = summary.wishes
         board.agree_on_trace(trace)
         if self.memory_copies is not None:
             self.memory_copies.settle()  # a step is finished only when the one before it is kept
         try:
             self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
+            refuse_no_backward(backwards)
             self._update(summary, lr_kwargs)
         finally:
             self._forget_gradients()
