@@ -1959,6 +1959,14 @@ MUTANTS = (
         ("tests/ranks/test_flops.py::test_counts_are_those_of_the_plain_module",),
     ),
     Mutant(
+        "attention-has-one-product",
+        "bytes",
+        "zerorun/monitors/flops.py",
+        "    return 2 * math.prod(batch) * length * key[-2] * (key[-1] + value[-1])",
+        "    return 2 * math.prod(batch) * length * key[-2] * key[-1]",
+        ("tests/ranks/test_flops.py::test_attention_and_grouped_products_count",),
+    ),
+    Mutant(
         "profiled-one-step-late",
         "bound",
         "zerorun/monitors/flops.py",

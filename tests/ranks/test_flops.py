@@ -9,9 +9,11 @@ import pytest
 import test_pipeline as pipeline
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from harness import run_ranks
 from models import CASES, LENGTH, MICRO, VOCAB, WIDTH, Place
 from test_monitors import told
+from torch import nn
 from training import make_config, make_engine
 
 import zerorun
@@ -60,6 +62,45 @@ def test_counts_are_those_of_the_plain_module(stage: int) -> None:
         name: sum(param.numel() for param in inner.parameters()) for name, inner in module.named_modules()
     }
     assert 0 < by_name["blocks.1.up"].seconds < by_name["blocks.1"].seconds < by_name[""].seconds
+
+
+class Attention(nn.Module):
+    """Attention of 4 heads for queries and 2 for keys and values, and one product in two groups of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.others = nn.Linear(32, 4 * 8, bias=False), nn.Linear(32, 2 * (8 + 8), bias=False)
+        self.experts = nn.Parameter(torch.ones(2, 32, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length = x.shape[:2]
+        queries = self.queries(x).view(batch, length, 4, 8).transpose(1, 2)
+        keys, values = self.others(x).view(batch, length, 2, 2, 8).unbind(2)
+        mixed = F.scaled_dot_product_attention(queries, keys.transpose(1, 2), values.transpose(1, 2), enable_gqa=True)
+        rows = mixed.transpose(1, 2).reshape(-1, 32).bfloat16()
+        ends = torch.tensor([len(rows) // 4, len(rows)], dtype=torch.int32)
+        return torch._grouped_mm(rows, self.experts.bfloat16(), offs=ends).float()
+
+
+def attending(batch: int, length: int) -> float:
+    """The operations of a forward."""
+    engine = zerorun.initialize(Attention(), make_config(0, flops_profiler={"enabled": True, "profile_step": 0}))
+    for _ in range(2):
+        engine.backward(engine(torch.ones(batch, length, 32)).mean())
+        engine.step()
+    assert engine.observer is not None and engine.observer.flops is not None
+    found = engine.observer.flops.costs()[0].flops
+    engine.destroy()
+    return found
+
+
+def test_attention_and_grouped_products_count() -> None:
+    batch, length = 2, 16
+    (found,) = run_ranks(1, attending, batch, length)
+    tokens = batch * length
+    layers = 2 * tokens * 32 * (32 + 32)
+    attention = 2 * 2 * batch * 4 * length * length * 8
+    assert found == layers + attention + 2 * tokens * 32 * 24
 
 
 def pipelined() -> list[ModuleCost]:

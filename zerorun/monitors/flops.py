@@ -5,8 +5,9 @@ torch's counter counts the forwards of the profiled step, which slows them down.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ..distributed.topology import Topology
 from ..log import logger
 
 _RULE = "-" * 100
+_Shape = Sequence[int]
 
 
 @dataclass
@@ -71,7 +73,7 @@ class FlopsProfile:
         if self._step == 0:
             from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
-            self._counter = FlopCounterMode(display=False)
+            self._counter = FlopCounterMode(display=False, custom_mapping=_more_formulas())
             self._counter.__enter__()
         measure: Callable[[], Any] = self._clock.now if self._counter is None else self._counter.get_total_flops
         self._handles = [handle for inner in module.modules() for handle in self._measuring(inner, measure)]
@@ -185,6 +187,37 @@ class FlopsProfile:
             return
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _more_formulas() -> dict[Any, Callable[..., int]]:
+    """Return the operations of operators that torch's counter does not know, from the shapes of their arguments."""
+    aten = torch.ops.aten
+    return {
+        aten._scaled_dot_product_flash_attention_for_cpu: _flops_of_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: _flops_of_attention_backward,
+        aten._grouped_mm: _flops_of_groups,
+        aten._scaled_grouped_mm: _flops_of_groups,
+    }
+
+
+def _flops_of_attention(query: _Shape, key: _Shape, value: _Shape, *args: Any, **kwargs: Any) -> int:
+    """Of all pairs of positions, as for torch's other kernels of attention, which count those behind a mask, too."""
+    *batch, length, _ = query
+    return 2 * math.prod(batch) * length * key[-2] * (key[-1] + value[-1])
+
+
+def _flops_of_attention_backward(
+    gradient: _Shape, query: _Shape, key: _Shape, value: _Shape, *args: Any, **kwargs: Any
+) -> int:
+    """The scores once more, and two products for each of the two of the forward."""
+    *batch, length, _ = query
+    return 2 * math.prod(batch) * length * key[-2] * (3 * key[-1] + 2 * value[-1])
+
+
+def _flops_of_groups(first: _Shape, second: _Shape, *args: Any, **kwargs: Any) -> int:
+    """Of products of matrices, one for each group. Where an argument has two dimensions, groups divide one of these."""
+    groups = first[0] if len(first) == len(second) == 3 else 1
+    return 2 * groups * first[-2] * first[-1] * second[-1]
 
 
 def _detail(cost: ModuleCost, whole: ModuleCost) -> str:
