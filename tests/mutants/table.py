@@ -1919,6 +1919,22 @@ MUTANTS = (
         ("tests/ranks/test_monitors.py::test_values_are_those_of_one_process",),
     ),
     Mutant(
+        "all-samples-in-each-step",
+        "stale",
+        "zerorun/monitors/observer.py",
+        "            meter.count(record.own_samples, tokens)",
+        "            meter.count(record.samples, tokens)",
+        ("tests/ranks/test_monitors.py::test_throughputs_are_those_of_each_steps_own_samples",),
+    ),
+    Mutant(
+        "steps-that-end-early-count-whole",
+        "stale",
+        "zerorun/engine/accumulation.py",
+        "        backwards = min(backwards, batch.accumulation) if ended_by_loop else batch.accumulation",
+        "        backwards = batch.accumulation",
+        ("tests/ranks/test_loop_queries.py::test_samples_of_steps_that_the_loop_ends",),
+    ),
+    Mutant(
         "two-at-once-count-twice",
         "divisor",
         "zerorun/distributed/stopwatch.py",

@@ -297,3 +297,23 @@ def leave_in_zero_grad(stage: int) -> tuple[list[int], bool]:
 @pytest.mark.parametrize("stage", (0, 3))
 def test_the_optimizer_says_that_it_drops_no_gradients(stage: int) -> None:
     assert run_ranks(2, leave_in_zero_grad, stage) == [([0, 0, 1], True)] * 2
+
+
+def ended_by_the_loop() -> list[int]:
+    engine = make_engine(CASES["plain"], make_config(2, accumulation=4))
+    samples = []
+    for count in (4, 2, 4, 1):
+        for micro in range(count):
+            engine.set_gradient_accumulation_boundary(micro == count - 1)
+            engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), 0, micro)))
+            if count == 4:
+                engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), 1, micro)) * 0)
+            engine.step()
+        samples.append(engine.global_samples)
+    engine.destroy()
+    return samples
+
+
+def test_samples_of_steps_that_the_loop_ends() -> None:
+    """A micro-batch counts for each backward, and never more of them than a step has: some loops call it twice for one."""
+    assert run_ranks(2, ended_by_the_loop) == [[16, 24, 40, 44]] * 2

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import test_pipeline as pipeline
+import torch
 import torch.distributed as dist
 from harness import run_ranks
 from mirror import mirrored
@@ -109,6 +110,29 @@ def test_weighted_losses(simulated: bool, tmp_path: Path) -> None:
     config["optimizer"]["params"] = {"lr": 0.0}
     run_ranks(2, train, config, "weight", simulated)
     assert [y for _, y in values_of(tmp_path / "run")["train_loss"]] == pytest.approx(weighted_losses(), rel=1e-6)
+
+
+def train_with_larger_steps(config: dict[str, Any]) -> None:
+    """Steps of one, two and three micro-batches, and at last of three smaller ones."""
+    engine = zerorun.initialize(CASE.build(), config)
+    for step, count in enumerate((1, 1, 2, 3, 3)):
+        if count > 1:
+            engine.set_train_batch_size(2 * BATCH * count)
+        if step == 4:
+            engine.set_train_micro_batch_size(1)
+        for _ in range(count):
+            engine.backward(engine(torch.zeros(BATCH if step < 4 else 1, 6, dtype=torch.long)).mean())
+            engine.step()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_throughputs_are_those_of_each_steps_own_samples(stage: int, tmp_path: Path) -> None:
+    run_ranks(2, train_with_larger_steps, make_config(stage, **written(tmp_path)))
+    found = values_of(tmp_path / "run")
+    speeds = zip(found["tokens_per_second"], found["samples_per_second"], strict=True)
+    assert [tokens / samples for (_, tokens), (_, samples) in speeds] == pytest.approx([6] * 4)
+    assert [x for x, _ in found["samples_per_second"]] == [8, 16, 28, 34]
 
 
 # -- pipelines and tensor ranks ----------------------------------------------------------------------------------------

@@ -78,9 +78,14 @@ class Notes:
                 self.bad_weights.append((micro_batch, weight))
 
 
-def samples_of_step(batch: Batch, backwards: int, *, managed: bool) -> int:
-    """Samples of a step that ends, over all ranks. A loop that accumulates by itself has one micro-batch per backward."""
-    return batch.train if managed else batch.train // batch.accumulation * backwards
+def samples_of_step(batch: Batch, backwards: int, *, managed: bool, ended_by_loop: bool) -> int:
+    """Samples of a step that ends, over all ranks. A loop that accumulates by itself has one micro-batch per backward.
+
+    So has one that says where steps end, up to those of a step as configured: it may call backward twice for a micro-batch.
+    """
+    if managed:
+        backwards = min(backwards, batch.accumulation) if ended_by_loop else batch.accumulation
+    return batch.train // batch.accumulation * backwards
 
 
 @dataclass(eq=False)
@@ -220,7 +225,7 @@ class Accumulation:
         sizes = config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
         self.batch = Batch(*sizes, comm.topology.data_parallel_size, derived=())
         self._device = comm.device
-        self._given_boundary: bool | None = None  # set by the training loop
+        self.given_boundary: bool | None = None  # set by the training loop
         self._in_no_sync = False
         self._is_last: bool | None = None  # whether the next backward is the last of a pipeline's batch
         self._labels = LabelCounts(config.gradient_accumulation_steps * comm.topology.data_parallel_size)
@@ -251,15 +256,15 @@ class Accumulation:
         """True if the next step() updates the weights."""
         if self._in_no_sync:
             return False
-        if self._given_boundary is not None:
-            return self._given_boundary
+        if self.given_boundary is not None:
+            return self.given_boundary
         if not self._config.managed_gradient_accumulation:
             return True
         return (self.micro_steps - self._begun_at + 1) % self.batch.accumulation == 0
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Let the training loop decide from now on which step() updates the weights."""
-        self._given_boundary = is_boundary
+        self.given_boundary = is_boundary
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -286,7 +291,7 @@ class Accumulation:
         self._ended_seen = self._ended
         new, self.steps_seen = self.backwards - self.steps_seen, self.backwards
         boundary = self.is_boundary
-        if not boundary and self._given_boundary is None and new == self.batch.accumulation:
+        if not boundary and self.given_boundary is None and new == self.batch.accumulation:
             warn_once(
                 f"step() after {new} backwards counts as one of gradient_accumulation_steps = {new} "
                 "micro-batches, so the weights are not updated yet. If they were meant to be one update, call step() "

@@ -308,8 +308,8 @@ class Engine(CurvatureTaking):
             self.history.progress.calls, decision, self.accumulation.is_weighted, self.accumulation.notes, culprits
         )
         batch, backwards = self.accumulation.batch, self.accumulation.backwards
-        managed = self.config.managed_gradient_accumulation
-        self.history.progress.count(samples_of_step(batch, backwards, managed=managed))
+        managed, by_loop = self.config.managed_gradient_accumulation, self.accumulation.given_boundary is not None
+        self.history.progress.count(samples_of_step(batch, backwards, managed=managed, ended_by_loop=by_loop))
         if summary.deferred:
             self._apply(decision, summary)
             step.take_back.append(model.optimizer.take_back)

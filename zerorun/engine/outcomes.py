@@ -457,7 +457,8 @@ class Outcomes(Reports, Counters, LoopQueries):
         """What is known of the last step."""
         norm = outcome.norm if outcome.finite else None
         scale = self.history.scaler.scale if self.config.scales_loss else None
-        counts = self.global_steps, self.global_samples, self.skipped_steps
+        own = self.history.progress.last_samples, self.train_micro_batch_size_per_gpu()
+        counts = self.global_steps, self.global_samples, self.skipped_steps, *own
         return StepRecord(*counts, outcome.loss, norm, self.get_lr(), scale)
 
 

@@ -43,6 +43,7 @@ _TOTALS = ("total_num_steps", "total_steps")
 class StepRecord:
     """What is known of a step. ``step``, ``samples``, ``skipped``: counts so far, with this one.
 
+    ``own_samples``: of this step alone, over all ranks; ``micro_batch``: samples of a forward on one data-parallel rank.
     ``loss``: the mean over micro-batches and data-parallel ranks; None if no rank told one. ``norm``: None if the step was
     skipped. ``rates``: the learning rates after it, by parameter group. ``scale``: the loss scale after it, in fp16.
     """
@@ -50,6 +51,8 @@ class StepRecord:
     step: int
     samples: int
     skipped: int
+    own_samples: int
+    micro_batch: int
     loss: float | None
     norm: float | None
     rates: list[float]
@@ -95,7 +98,7 @@ class RunObserver:
 
     def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
         self.monitor = Monitor(config)
-        self._device, self._batch = device, config.train_batch_size
+        self._device = device
         every = config.steps_per_print
         self._every = int(every) if every and math.isfinite(every) else 0
         params = config.scheduler.params if config.scheduler is not None else {}
@@ -139,7 +142,7 @@ class RunObserver:
         """A step is over, and its outcome is known. ``report`` gives calls and bytes of collectives, by label."""
         tokens, self._tokens = self._tokens * self._replicas, 0
         for meter in (self._each, self._printed):
-            meter.count(self._batch, tokens)
+            meter.count(record.own_samples, tokens)
         speed = self._each.read()
         self._observed += 1
         if self.monitor.enabled:
