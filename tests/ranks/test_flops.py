@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from harness import run_ranks
 from models import CASES, LENGTH, MICRO, VOCAB, WIDTH, Place
+from simulation import simulated_device
 from test_monitors import told
 from torch import nn
 from training import make_config, make_engine
 
 import zerorun
 from zerorun.monitors import flops
-from zerorun.monitors.flops import ModuleCost
+from zerorun.monitors.flops import ModuleCost, _short
 
 CASE = CASES["plain"]
 
@@ -101,6 +103,78 @@ def test_attention_and_grouped_products_count() -> None:
     layers = 2 * tokens * 32 * (32 + 32)
     attention = 2 * 2 * batch * 4 * length * length * 8
     assert found == layers + attention + 2 * tokens * 32 * 24
+
+
+FIRST, PROFILED = 2, 3  # the first step of a run that goes on, and the one that is profiled
+
+
+def unusual(kind: str, simulated: bool, file: str) -> float:
+    """Steps of loops of another kind. Returns the operations of the profiled step, and writes the table to ``file``."""
+    with simulated_device() if simulated else nullcontext():
+        section = {"enabled": True, "profile_step": PROFILED, "output_file": file}
+        engine = zerorun.initialize(CASE.build(), make_config(1, accumulation=2, flops_profiler=section))
+        engine.set_counters({"global_steps": FIRST})
+        for step in range(FIRST, PROFILED + 4):
+            if kind == "more micro-batches" and step == PROFILED:
+                engine.set_train_batch_size(6 * MICRO)
+            micro_batches = 3 if kind == "more micro-batches" and step >= PROFILED else 2
+            for micro in range(micro_batches):
+                batch = torch.full((MICRO, 2 + step), micro)  # so that each step has other costs
+                loss = engine(batch).mean()
+                if kind == "two forwards":
+                    loss = loss - engine(batch).mean()
+                engine.backward(loss)
+                engine.step()
+            if kind == "evaluation with gradients":
+                engine.eval()
+                engine(batch)
+                engine.train()
+            if kind == "trained in evaluation mode":
+                engine.eval()
+        engine.settle()
+        flops = 0.0
+        if engine.observer is not None:
+            assert engine.observer.flops is not None
+            flops = engine.observer.flops.costs()[0].flops
+        engine.destroy()
+    return flops
+
+
+def flops_of_forward(length: int) -> int:
+    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
+
+    module = CASE.build()
+    with FlopCounterMode(display=False) as counter:
+        module(torch.zeros(MICRO, length, dtype=torch.long))
+    return counter.get_total_flops()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("simulated", (False, True))
+@pytest.mark.parametrize(
+    ("kind", "forwards", "micro_batches"),
+    [
+        ("two forwards", 2, 2),
+        ("evaluation with gradients", 1, 2),
+        ("more micro-batches", 1, 3),
+        ("trained in evaluation mode", 1, 2),
+    ],
+)
+def test_the_profiled_step_has_its_own_forwards(
+    kind: str, forwards: int, micro_batches: int, simulated: bool, tmp_path: Path
+) -> None:
+    """Two forwards for each micro-batch, an evaluation or other numbers of micro-batches are no other steps."""
+    (found, _), (each,) = (
+        run_ranks(2, unusual, kind, simulated, str(tmp_path / "table")),
+        run_ranks(1, flops_of_forward, 2 + PROFILED),
+    )
+    assert found == forwards * each
+    table = (tmp_path / "table").read_text()
+    rows = dict(line.split(":", 1) for line in table.splitlines() if ": " in line)
+    seconds = float(rows["iter latency"].split()[0]) / 1e3
+    assert float(rows["samples/second"]) * seconds == pytest.approx(2 * MICRO * micro_batches, rel=0.05)
+    total = rows["fwd+bwd flops per GPU and step, bwd = 2 * fwd"]
+    assert total.strip() == _short(float(3 * micro_batches * found)).strip()
 
 
 def pipelined() -> list[ModuleCost]:

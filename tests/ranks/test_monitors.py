@@ -121,8 +121,12 @@ def train_with_larger_steps(config: dict[str, Any]) -> None:
         if step == 4:
             engine.set_train_micro_batch_size(1)
         for _ in range(count):
-            engine.backward(engine(torch.zeros(BATCH if step < 4 else 1, 6, dtype=torch.long)).mean())
+            batch = torch.zeros(BATCH if step < 4 else 1, 6, dtype=torch.long)
+            engine.backward(engine(batch).mean())
             engine.step()
+        engine.eval()
+        engine(batch)  # with gradients, and without a backward: its tokens are not trained on
+        engine.train()
     engine.destroy()
 
 

@@ -77,6 +77,9 @@ class Engine(CurvatureTaking):
         self.checkpointer  # noqa: B018  it remembers the model as it is now
         if self.sharded is not None:
             self.sharded.settle_by(self.settle)
+        if observer is not None:
+            progress = self.history.progress
+            observer.count_steps_by(lambda: progress.global_steps)
 
     # -- forward and backward ------------------------------------------------------------------------------------
 

@@ -1,16 +1,18 @@
 """The FLOP profiler: operations, parameters and latency of each module in the forwards of one step, as a table.
 
 torch's counter counts the forwards of the profiled step, which slows them down. Latencies are those of the step after it.
+All forwards of a step count that are in training mode, or if none is, all with gradients. A step may have more of them than
+micro-batches.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from ..log import logger
 
 _RULE = "-" * 100
 _Shape = Sequence[int]
+Found = TypeVar("Found", bound=Sized)
 
 
 @dataclass
@@ -36,20 +39,35 @@ class ModuleCost:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class StepSizes:
+    """``samples`` of a step over all ranks, its ``micro_batches``, and samples of one ``micro_batch`` on one rank."""
+
+    samples: int
+    micro_batches: int
+    micro_batch: int
+
+
 class FlopsProfile:
     """Counts one step and times the next. Then ``report`` prints, once."""
 
-    def __init__(self, config: Config, topology: Topology, device: torch.device, chunks: int) -> None:
+    def __init__(self, config: Config, topology: Topology, device: torch.device) -> None:
         self._config, self._topology, self._device, self._clock = config, topology, device, Clock(device)
-        self._each = config.gradient_accumulation_steps * chunks  # forwards in a step
-        self._forwards, self._offset, self._inside = 0, 0, 0
+        self._steps_so_far: Callable[[], int] = int
+        self._inside, self._trains = 0, True  # whether the forward is in training mode
+        self._micro_batches = [1, 1]  # of the step that is counted, and of the one that is timed
         self._counter: Any = None  # of torch, while it counts
         self._handles: list[Any] = []  # on the modules inside
         self._modules: dict[int, list[str]] = {}
         self._root: nn.Module | None = None
-        self._flops: dict[int, float] = defaultdict(float)  # by id(module)
-        self._moments: list[tuple[int, Any, Any]] = []  # id(module), begin, end
+        # Of forwards by whether they are in training mode: operations by id(module); (id(module), begin, end).
+        self._flops: dict[bool, dict[int, float]] = {True: defaultdict(float), False: defaultdict(float)}
+        self._moments: dict[bool, list[tuple[int, Any, Any]]] = {True: [], False: []}
         self._done = False
+
+    def count_steps_by(self, steps_so_far: Callable[[], int]) -> None:
+        """Ask this which step of the run is going on: they are counted from 0."""
+        self._steps_so_far = steps_so_far
 
     # -- hooks ---------------------------------------------------------------------------------------------------
 
@@ -63,13 +81,14 @@ class FlopsProfile:
 
     @property
     def _step(self) -> int:
-        """Counted from 0: that of the next forward, minus the one that is profiled."""
-        return self._offset + self._forwards // self._each - self._config.flops_profiler.profile_step
+        """The step that is going on, counted from the one that is profiled."""
+        return self._steps_so_far() - self._config.flops_profiler.profile_step
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._inside += 1
         if self._done or self._inside > 1 or not torch.is_grad_enabled() or self._step not in (0, 1):
             return
+        self._trains = module.training
         if self._step == 0:
             from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
@@ -88,9 +107,9 @@ class FlopsProfile:
 
     def _note(self, module: nn.Module, begun: Any, ended: Any) -> None:
         if self._counter is not None:
-            self._flops[id(module)] += ended - begun
+            self._flops[self._trains][id(module)] += ended - begun
         else:
-            self._moments.append((id(module), begun, ended))
+            self._moments[self._trains].append((id(module), begun, ended))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside = max(self._inside - 1, 0)
@@ -104,49 +123,52 @@ class FlopsProfile:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self._counter = None
-        self._forwards += torch.is_grad_enabled()
 
     # -- results -------------------------------------------------------------------------------------------------
 
-    def observe(self, step: int, observed: int, seconds: float | None) -> None:
-        """Step number ``step`` of the run, the ``observed``-th that this process knows the outcome of, took ``seconds``."""
-        self._offset = step - observed
-        over = self._step > 1 and self._moments and self._clock.has_passed(self._moments[-1][2])
+    def observe(self, step: int, sizes: StepSizes, seconds: float | None) -> None:
+        """Step number ``step`` of the run, counted from 0, took ``seconds``."""
+        after = step - self._config.flops_profiler.profile_step
+        if after in (0, 1):
+            self._micro_batches[after] = sizes.micro_batches
+        moments = _of_training(self._moments)
+        over = after >= 1 and moments and self._clock.has_passed(moments[-1][2])
         if over and not self._done and seconds is not None:
             self._done = True
-            self._print("\n".join(self.table(seconds)))
+            self._print("\n".join(self.table(sizes, seconds)))
 
     def costs(self) -> list[ModuleCost]:
         """Of every module, the whole model first."""
         assert self._root is not None
         seconds: dict[int, float] = defaultdict(float)
-        for key, begun, ended in self._moments:
+        for key, begun, ended in _of_training(self._moments):
             seconds[key] += self._clock.between(begun, ended)
-        batches = self._config.gradient_accumulation_steps
+        counted, timed = self._micro_batches
+        flops = _of_training(self._flops)
         return [
             ModuleCost(
                 name,
                 type(module).__name__,
                 name.count(".") + 1 if name else 0,
                 sum(param.numel() for param in module.parameters()),
-                self._flops[id(module)] / batches,
-                seconds[id(module)] / batches,
+                flops[id(module)] / counted,
+                seconds[id(module)] / timed,
             )
             for name, module in self._root.named_modules()
         ]
 
-    def table(self, seconds: float) -> Iterator[str]:
-        """The lines to print. ``seconds``: what a step takes."""
+    def table(self, sizes: StepSizes, seconds: float) -> Iterator[str]:
+        """The lines to print. ``seconds``: what a step of these sizes takes."""
         section, costs, topology = self._config.flops_profiler, self.costs(), self._topology
         whole, factor = costs[0], 2 + section.recompute_fwd_factor
-        rate = whole.flops * (1 + factor) * self._config.gradient_accumulation_steps / seconds
+        rate = whole.flops * (1 + factor) * sizes.micro_batches / seconds
         peak = peak_flops(self._device) if self._config.bf16.enabled or self._config.fp16.enabled else None
         yield f"FLOP profile of step {section.profile_step} on rank {topology.rank}\n{_RULE}"
         rows: dict[str, Any] = {
             "world size": topology.world_size,
             "data parallel size": topology.data_parallel_size,
             "model parallel size": topology.tensor * topology.pipe,
-            "batch size per GPU": self._config.train_micro_batch_size_per_gpu,
+            "batch size per GPU": sizes.micro_batch,
             "params per GPU": _short(whole.params),
             "fwd MACs per GPU": _short(whole.flops / 2),
             "fwd flops per GPU": _short(whole.flops),
@@ -154,7 +176,7 @@ class FlopsProfile:
             "fwd FLOPS per GPU": _rate(whole),
             f"fwd+bwd flops per GPU and step, bwd = {factor:g} * fwd": _short(rate * seconds),
             "iter latency": f"{1e3 * seconds:.2f} ms",
-            "samples/second": f"{self._config.train_batch_size / seconds:.2f}",
+            "samples/second": f"{sizes.samples / seconds:.2f}",
             "FLOPS per GPU": f"{_short(rate)}FLOPS",
             "MFU": f"{rate / peak:.1%} of {_short(peak)}FLOPS" if peak else "unknown, as the peak of this device is",
         }
@@ -187,6 +209,11 @@ class FlopsProfile:
             return
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _of_training(found: dict[bool, Found]) -> Found:
+    """What was found in training mode, or without any, in evaluation mode."""
+    return found[True] or found[False]
 
 
 def _more_formulas() -> dict[Any, Callable[..., int]]:

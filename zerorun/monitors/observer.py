@@ -30,7 +30,7 @@ from .breakdown import (
     TimedBackwards,
     watch_communication,
 )
-from .flops import FlopsProfile
+from .flops import FlopsProfile, StepSizes
 from .monitor import Event, Monitor
 
 _TIMED_EVERY = 10  # steps, where steps_per_print does not say
@@ -103,15 +103,15 @@ class RunObserver:
         self._every = int(every) if every and math.isfinite(every) else 0
         params = config.scheduler.params if config.scheduler is not None else {}
         self._total = next((int(params[name]) for name in _TOTALS if params.get(name)), None)
-        self._replicas, self._tokens = topology.data_parallel_size, 0
+        self._replicas = topology.data_parallel_size
+        self._tokens = {True: 0, False: 0}  # by whether the module was in training mode
         self._each, self._printed = Meter(), Meter()
         self.watch = Stopwatch(device) if config.wall_clock_breakdown or config.comms_logger.enabled else None
         self._breakdown = Breakdown() if config.wall_clock_breakdown else None
         self._table = CommunicationTable(config.comms_logger) if config.comms_logger.enabled else None
         self._timed_every = self._every or _TIMED_EVERY
         profiles = config.flops_profiler.enabled
-        self.flops = FlopsProfile(config, topology, device, config.pipeline.chunks) if profiles else None
-        self._observed = 0
+        self.flops = FlopsProfile(config, topology, device) if profiles else None
 
     @classmethod
     def make(cls, config: Config, topology: Topology, device: torch.device) -> RunObserver | None:
@@ -119,6 +119,11 @@ class RunObserver:
         wanted = config.observes_loss or config.wall_clock_breakdown or config.comms_logger.enabled
         wanted = wanted or config.flops_profiler.enabled
         return cls(config, topology, device) if topology.rank == 0 and wanted else None
+
+    def count_steps_by(self, steps_so_far: Callable[[], int]) -> None:
+        """Ask this how many steps of the run are over."""
+        if self.flops is not None:
+            self.flops.count_steps_by(steps_so_far)
 
     def watching(self, comm: Communicator, backwards: Backwards) -> Backwards:
         """Begin to time collectives, if times are wanted. Returns what is to be told of backwards instead."""
@@ -136,19 +141,20 @@ class RunObserver:
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the tokens of a micro-batch from the arguments of its forward."""
         if torch.is_grad_enabled():
-            self._tokens += tokens_in(args, kwargs)
+            self._tokens[module.training] += tokens_in(args, kwargs)
 
     def observe(self, record: StepRecord, report: Callable[[], dict[str, dict[str, int]]]) -> None:
         """A step is over, and its outcome is known. ``report`` gives calls and bytes of collectives, by label."""
-        tokens, self._tokens = self._tokens * self._replicas, 0
+        tokens, self._tokens = (self._tokens[True] or self._tokens[False]) * self._replicas, {True: 0, False: 0}
         for meter in (self._each, self._printed):
             meter.count(record.own_samples, tokens)
         speed = self._each.read()
-        self._observed += 1
         if self.monitor.enabled:
             self.monitor.write_events(self._events(record, speed))
         if self.flops is not None:
-            self.flops.observe(record.step, self._observed, None if speed is None else 1 / speed.steps)
+            micro_batches = record.own_samples // (record.micro_batch * self._replicas)
+            sizes = StepSizes(record.own_samples, micro_batches, record.micro_batch)
+            self.flops.observe(record.step - 1, sizes, None if speed is None else 1 / speed.steps)
         if self._every and record.step % self._every == 0:
             logger.info("%s", self._line(record, self._printed.read()))
         if self.watch is not None:
