@@ -1967,6 +1967,14 @@ MUTANTS = (
         ("tests/ranks/test_breakdown.py::test_bandwidths",),
     ),
     Mutant(
+        "messages-are-reductions",
+        "order",
+        "zerorun/monitors/breakdown.py",
+        '_KINDS = {OF_STAGES: "messages", "all-gather gradients": "reduce", "all-gather": "gather", "gradients": "reduce"}',
+        '_KINDS = {"all-gather gradients": "reduce", "all-gather": "gather", "gradients": "reduce", OF_STAGES: "messages"}',
+        ("tests/ranks/test_breakdown.py::test_the_wait_for_a_neighbours_gradients_is_a_message",),
+    ),
+    Mutant(
         "profile-of-a-whole-step",
         "divisor",
         "zerorun/monitors/flops.py",

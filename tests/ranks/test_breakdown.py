@@ -93,6 +93,34 @@ def test_pipelines_are_timed(schedule: str, backwards: int) -> None:
     assert sum(times for label, times in timed.items() if label.startswith("pipeline: ")) >= 3
 
 
+def gradients_of_the_next_stage() -> tuple[set[str], list[str]]:
+    """(kinds of the waits for messages of the last step, rows of the table about them)."""
+    config = make_config(1, accumulation=3, comms_logger={"enabled": True}, **TIMED)
+    topology = zerorun.Topology.create(2, dist.get_rank(), pipe=2, device_type="cpu")
+    engine = zerorun.initialize(pipeline.build(4, topology=topology), config, topology=topology)
+    data, kinds, rows = pipeline.data_of(0, 3), set[str](), list[str]()
+    for _ in range(2):
+        engine.train_batch(data)
+    if engine.observer is not None and engine.observer.watch is not None:
+        (*_, step) = engine.observer.watch.read()
+        kinds = {kind_of(one.name) for one in step if one.name.startswith("pipeline: gradients from")}
+        table = CommunicationTable(engine.config.comms_logger)
+        table.add(step)
+        rows = table.lines(engine.communication_report())
+    engine.destroy()
+    topology.close()
+    return kinds, rows
+
+
+def test_the_wait_for_a_neighbours_gradients_is_a_message() -> None:
+    """It is no reduction, and the table has it although this rank sends nothing then."""
+    (kinds, rows), _ = run_ranks(2, gradients_of_the_next_stage)
+    assert kinds == {"messages"}
+    (row,) = [row for row in rows if row.startswith("pipeline: gradients from")]
+    calls, *sent = row.split()[-5:-2]
+    assert int(calls) >= 3 and sent == ["0", "bytes"]
+
+
 def lines_of(changes: dict[str, Any]) -> list[str]:
     return told(make_config(2, accumulation=2, **changes), prefix="")
 
@@ -148,15 +176,17 @@ def test_what_is_hidden_and_what_is_waited_for() -> None:
     assert "gather: hidden 7000.00 ms, waited for 2000.00 ms" in found.line()
     assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
     assert kind_of("block: reduce-scatter gradients over replicas") == "reduce"
+    assert kind_of("gradients over pipe") == "reduce"
 
 
 def test_bandwidths() -> None:
     table = CommunicationTable(CommsLogger(enabled=True))
     assert table.add(STEP) == []
     report = {"block: reduce-scatter gradients": {"calls": 4, "bytes": 20 * 10**9}, "never": {"calls": 2, "bytes": 8}}
-    _, first, second = table.lines(report)
+    _, first, second, third = table.lines(report)
     assert first.split()[-6:] == ["4", "18.6", "GiB", "20000.00", "5000.00", "2"]
     assert second.split() == ["never", "2", "8", "bytes", "0.00", "0.00"]
+    assert third.split()[-5:] == ["1", "0", "bytes", "1000.00", "1000.00"]  # a message that this rank has received
 
 
 def test_steps_are_read_once_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from ..config.sections import CommsLogger, part_of_label
 from ..distributed.stopwatch import Interval, Stopwatch, covered
 from ..distributed.transport.communicator import Communicator
 from ..log import in_bytes
+from ..watch.board import OF_STAGES
 from ..zero.norm import Summary, Told
 from ..zero.reducer import Backwards
 from ..zero.sharded_model import ShardedModel
@@ -21,7 +22,7 @@ from ..zero.unit import Unit
 
 FORWARD, BACKWARD, REDUCE, NORM, UPDATE, PUBLISH = PHASES = ("forward", "backward", "reduce", "norm", "update", "publish")
 # What collectives are for, by words in their labels; the first that fits.
-_KINDS = {"all-gather gradients": "reduce", "all-gather": "gather", "gradients": "reduce", "pipeline": "messages"}
+_KINDS = {OF_STAGES: "messages", "all-gather gradients": "reduce", "all-gather": "gather", "gradients": "reduce"}
 
 
 class TimedModel(ShardedModel):
@@ -181,14 +182,19 @@ class CommunicationTable:
         return self._section.prof_all or any(part_of_label(name) in label for name in self._section.prof_ops)
 
     def lines(self, report: dict[str, dict[str, int]]) -> list[str]:
-        """``report``: the calls and bytes so far, by label. The bandwidth is at least that shown: it may be hidden."""
+        """``report``: the calls and bytes so far, by label. The bandwidth is at least that shown: it may be hidden.
+
+        Messages from other pipeline stages have rows as well: this rank has waited for them, and others have the bytes.
+        """
+        messages = {label: times for label, times in self._times.items() if label.startswith(OF_STAGES)}
+        received = {label: {"calls": times.calls, "bytes": 0} for label, times in messages.items()}
         rows = [f"{'collective':<48}{'calls':>8}{'sent':>12}{'in flight ms':>14}{'waited ms':>12}{'Gbit/s':>10}"]
-        for label, counts in report.items():
+        for label, counts in sorted({**received, **report}.items()):
             if not self._wants(label):
                 continue
             times = self._times.get(label, LabelTimes())
             sent = counts["bytes"] / counts["calls"] * times.calls  # in the time that is known
-            speed = f"{8e-9 * sent / times.flight:.3g}" if times.flight else ""
+            speed = f"{8e-9 * sent / times.flight:.3g}" if times.flight and sent else ""
             rows.append(
                 f"{label:<48}{counts['calls']:>8}{in_bytes(counts['bytes']):>12}{1e3 * times.flight:>14.2f}"
                 f"{1e3 * times.waited:>12.2f}{speed:>10}"
