@@ -2015,6 +2015,22 @@ MUTANTS = (
         ("tests/ranks/test_flops.py::test_the_profiled_step_has_its_own_forwards",),
     ),
     Mutant(
+        "crashes-are-differences",
+        "swallowed",
+        "zerorun/verify/__main__.py",
+        "    except Exception as error:  # of the script's own code, and perhaps on this rank alone",
+        "    except MemoryError as error:",
+        ("tests/ranks/test_verify.py::test_a_loss_that_raises_is_no_difference",),
+    ),
+    Mutant(
+        "factories-raise-by-themselves",
+        "swallowed",
+        "zerorun/startup/model_factory.py",
+        '        raise ModelError(f"{told}. Remedy: call it by itself{where}, and mend it.") from error',
+        "        raise",
+        ("tests/unit/test_plan_command.py::test_bad_arguments",),
+    ),
+    Mutant(
         "read-before-it-is-updated",
         "bound",
         "zerorun/verify/records.py",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run_ranks
+from harness import patience, run_ranks, start_ranks
 from verified import PLAN, config, tensor, verify
 
 OFFLOAD = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -79,3 +81,39 @@ def test_equal_runs_are_called_equal(task: str, ranks: int, raw: dict[str, Any])
     found = run_ranks(ranks, verify, task, raw)
     assert found[0][0], found[0][1]
     assert len({text for _, text in found}) == 1
+
+
+# A function whose loss, or whose model, raises; then the command, and its exit status.
+BROKEN = """
+import json, os, sys
+from types import ModuleType
+import torch
+from zerorun.verify.__main__ import main
+
+def own():
+    def loss(model, batch):
+        raise KeyError("labels")
+    return torch.nn.Linear(4, 1), [torch.ones(2, 4) for _ in range(24)], loss
+
+def shapes():
+    return torch.nn.Linear(4, 1), [torch.ones(2, 5) for _ in range(24)], lambda model, batch: model(batch).mean()
+
+broken = sys.modules["broken"] = ModuleType("broken")
+broken.own, broken.shapes = own, shapes
+os.environ["ZERORUN_DEVICE"] = "cpu"
+sys.exit(main(["broken:" + sys.argv[1], "--config", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "told"), [("own", "raised KeyError: 'labels'"), ("shapes", "raised RuntimeError: mat1 and mat2")]
+)
+def test_a_loss_that_raises_is_no_difference(function: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(config(2)))
+    with start_ranks(2, BROKEN, function, str(tmp_path / "ds.json")) as scripts:
+        ended = [script.finish(60 * patience()) for script in scripts]
+    assert [code for code, _, _ in ended] == [2, 2], ended
+    for rank, (_, _, errors) in enumerate(ended):
+        assert "Traceback" in errors
+        assert f"zerorun verify: the model or the loss {told}" in errors
+        assert f"on rank {rank}. Nothing was compared. Remedy: " in errors

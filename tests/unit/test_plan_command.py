@@ -32,6 +32,9 @@ def net():
 
 def nothing():
     return None
+
+def breaks():
+    return {}["weights"]
 """
 
 
@@ -88,6 +91,7 @@ def test_ranks_beyond_the_world_have_none() -> None:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "planned_models.py").write_text(MODELS)
+    (tmp_path / "breaks_at_import.py").write_text("absent")
     (tmp_path / "ds.json").write_text(json.dumps(make_config(3, precision="bf16")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -118,6 +122,11 @@ def test_the_command_gives_json(folder: Path, capsys: pytest.CaptureFixture[str]
     ("more", "words"),
     [
         ({"model": "planned_models:nothing"}, ("planned_models:nothing", "NoneType", "Remedy")),
+        ({"model": "planned_models:breaks"}, ("planned_models:breaks raised KeyError: 'weights'", "meta", "Remedy")),
+        (
+            {"model": "breaks_at_import:net"},
+            ("breaks_at_import", "raised NameError: name 'absent' is not defined", "Remedy"),
+        ),
         ({"model": "nowhere:net"}, ("nowhere", "module:function")),
         ({"world": "0"}, ("--world-size 0", "at least 1")),
     ],

@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 
 from ..engine.initialize import initialize
 from ..errors import ZerorunError
-from ..log import is_rank_zero, positive
+from ..log import is_rank_zero, own_rank, positive
 from ..startup.model_factory import function_from
 from .verification import Verification
 
 DIFFERS, REFUSED = 1, 2
-_EPILOG = "exit status: 0 if both runs are equal, 1 if they differ, 2 if the function or the configuration cannot be used."
+_EPILOG = (
+    "exit status: 0 if both runs are equal, 1 if they differ, 2 if the function or the configuration cannot be used, or if "
+    "the model or the loss raises an error."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,6 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ZerorunError as error:
         if is_rank_zero():
             print(f"zerorun verify: {error}", file=sys.stderr)
+        return REFUSED
+    except Exception as error:  # of the script's own code, and perhaps on this rank alone
+        traceback.print_exc()
+        told = f"the model or the loss raised {type(error).__name__}: {error}, on rank {own_rank()}. Nothing was compared."
+        print(f"zerorun verify: {told} Remedy: train it in one process, and mend it.", file=sys.stderr)
         return REFUSED
     if is_rank_zero():
         print(verdict.text + (f" ({time.perf_counter() - began:.1f} s)" if verdict.equal else ""), flush=True)
