@@ -1967,6 +1967,14 @@ MUTANTS = (
         ("tests/ranks/test_breakdown.py::test_bandwidths",),
     ),
     Mutant(
+        "evaluation-is-a-step",
+        "bound",
+        "zerorun/monitors/breakdown.py",
+        "            elif not before or latest[before - 1] < interval.ended:  # nobody has waited for it in an evaluation",
+        "            else:",
+        ("tests/ranks/test_breakdown.py::test_what_is_hidden_and_what_is_waited_for",),
+    ),
+    Mutant(
         "messages-are-reductions",
         "order",
         "zerorun/monitors/breakdown.py",

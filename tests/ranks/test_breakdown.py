@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from itertools import repeat
 from typing import Any
 
 import pytest
 import test_pipeline as pipeline
+import torch
 import torch.distributed as dist
 from harness import run_ranks
 from models import CASES, Place
@@ -57,6 +59,38 @@ def test_everything_is_timed_once(stage: int) -> None:
     timed, calls = found
     assert {name: timed.pop(name) for name in PHASES} == {name: 2 if name in PHASES[:2] else 1 for name in PHASES}
     assert timed == calls
+
+
+def gathers(stages: int, evaluations: int) -> dict[str, int] | None:
+    """The calls of a training step by kind, with so many evaluations before it; of a pipeline or at stage 3."""
+    topology = zerorun.Topology.create(2, dist.get_rank(), pipe=stages, device_type="cpu")
+    model = CASE.build() if stages == 1 else pipeline.build(4, topology=topology)
+    config = make_config(3 if stages == 1 else 1, accumulation=2, **TIMED)
+    engine, data = zerorun.initialize(model, config, topology=topology), repeat(pipeline.batch_of(0, 0, 0))
+    for step in range(2):
+        for _ in range(evaluations):
+            if stages > 1:
+                engine.eval_batch(data)
+            else:
+                with torch.no_grad():
+                    engine(torch.zeros(1, 3, dtype=torch.long))
+        if stages > 1:
+            engine.train_batch(data)
+        for micro in range(2 if stages == 1 else 0):
+            engine.backward(CASE.loss(engine, Place(dist.get_rank(), step, micro)))
+            engine.step()
+    found = Breakdown()
+    if engine.observer is not None and engine.observer.watch is not None:
+        found.add(engine.observer.watch.read()[-1])
+    engine.destroy()
+    topology.close()
+    return found.calls if dist.get_rank() == 0 else None
+
+
+@pytest.mark.parametrize("stages", (1, 2))
+def test_evaluation_counts_for_no_step(stages: int) -> None:
+    """Its gathers and messages are no part of a step, as its forwards are not."""
+    assert run_ranks(2, gathers, stages, 3)[0] == run_ranks(2, gathers, stages, 0)[0]
 
 
 def train_replicas(codes: bool) -> tuple[Counter[str], Counter[str]] | None:
@@ -174,6 +208,9 @@ def test_what_is_hidden_and_what_is_waited_for() -> None:
     assert found.calls == {"gather": 4, "reduce": 4, "other": 2, "messages": 2}
     assert found.milliseconds("forward", "backward") == 30_000
     assert "gather: hidden 7000.00 ms, waited for 2000.00 ms" in found.line()
+    again = Breakdown()
+    again.add([*STEP, Interval("block: all-gather for forward", 45, 49, 46), Interval("evaluation", 44, 50)])
+    assert (again.calls["gather"], again.waited["gather"]) == (2, 2)
     assert covered([(5, 6), (0, 2), (1, 3), (1, 2)]) == 4
     assert kind_of("block: reduce-scatter gradients over replicas") == "reduce"
     assert kind_of("gradients over pipe") == "reduce"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from ..distributed.transport.connect import connect_links
 from ..distributed.transport.gloo import Gloo
 from ..errors import PipelineError
 from ..log import logger
+from ..monitors.breakdown import EVALUATION
 from ..optim.containers import cast_floats
 from ..pipeline.executor import Executor, Timed, units_of_chunks
 from ..pipeline.p2p import PointToPoint, links_of
@@ -134,19 +136,20 @@ class PipelineEngine(Engine):
         training = self.module.training
         self.module.eval()
         try:
-            with torch.no_grad():
+            watch = self.comm.statistics.watch
+            with torch.no_grad(), nullcontext() if watch is None else watch.during(EVALUATION):
                 batches = self._take(data_iter, count)
                 schedule = make_schedule(FORWARD_ONLY, self.topology.pipe, count, chunks=self.module.chunks)
                 self._executor.run(schedule, batches, needs_loss=compute_loss)
+                result: Any = None
+                if compute_loss:
+                    losses = self._executor.losses
+                    result = losses if reduce_output is None else self._mean(losses, count)
+                    if not bcast_loss and not self.is_last_stage():
+                        result = None
         finally:
             self.module.train(training)
-        losses, outputs = self._executor.losses, self._executor.outputs
-        result: Any = None
-        if compute_loss:
-            result = losses if reduce_output is None else self._mean(losses, count)
-            if not bcast_loss and not self.is_last_stage():
-                result = None
-        return (result, outputs) if return_logits else result
+        return (result, self._executor.outputs) if return_logits else result
 
     @property
     def _actions(self) -> Sequence[Timed]:

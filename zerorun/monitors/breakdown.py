@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from ..zero.reducer import Backwards
 from ..zero.sharded_model import ShardedModel
 from ..zero.unit import Unit
 
+EVALUATION = "evaluation"  # forwards without gradients: what is waited for in them belongs to no step
 FORWARD, BACKWARD, REDUCE, NORM, UPDATE, PUBLISH = PHASES = ("forward", "backward", "reduce", "norm", "update", "publish")
 # What collectives are for, by words in their labels; the first that fits.
 _KINDS = {OF_STAGES: "messages", "all-gather gradients": "reduce", "all-gather": "gather", "gradients": "reduce"}
@@ -75,7 +78,7 @@ class TimedBackwards:
 
 
 class ForwardHooks:
-    """Times the forwards of a module that belong to training."""
+    """Times the forwards of a module: those that belong to training, and evaluation."""
 
     def __init__(self, module: nn.Module, watch: Stopwatch) -> None:
         self._watch, self._begun, self._depth = watch, watch.now(), 0
@@ -91,8 +94,8 @@ class ForwardHooks:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and torch.is_grad_enabled():
-            self._watch.add(FORWARD, self._begun)
+        if self._depth == 0:
+            self._watch.add(FORWARD if torch.is_grad_enabled() else EVALUATION, self._begun)
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -133,10 +136,14 @@ class Breakdown:
         """Add a step."""
         self.steps += 1
         by_kind: dict[str, list[Interval]] = defaultdict(list)
+        evaluation = sorted((one.begun, one.ended) for one in step if one.name == EVALUATION)
+        latest = list(accumulate((ended for _, ended in evaluation), max))
         for interval in step:
+            before = bisect_right(evaluation, interval.ended, key=lambda span: span[0])
             if interval.waited_from is None:
-                self.phases[interval.name] += interval.seconds
-            else:
+                if interval.name != EVALUATION:
+                    self.phases[interval.name] += interval.seconds
+            elif not before or latest[before - 1] < interval.ended:  # nobody has waited for it in an evaluation
                 by_kind[kind_of(interval.name)].append(interval)
         for kind, found in by_kind.items():
             self.calls[kind] += len(found)
