@@ -1903,6 +1903,14 @@ MUTANTS = (
         ("tests/unit/test_monitor_writers.py::test_comet_is_told_every_so_many_samples",),
     ),
     Mutant(
+        "monitors-that-failed-go-on",
+        "stale",
+        "zerorun/monitors/monitor.py",
+        "        del self._writers[key]",
+        "        pass",
+        ("tests/unit/test_monitor_writers.py::test_a_monitor_that_fails_is_switched_off",),
+    ),
+    Mutant(
         "csv-begins-anew",
         "stale",
         "zerorun/monitors/monitor.py",

@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -47,6 +48,38 @@ def test_files_of_commas(tmp_path: Path) -> None:
         "Train_Samples_lr.csv": "step,lr\n8,0.001\n",
         "my_own.csv": "step,my own\n16,nan\n",
     }
+
+
+def test_a_monitor_that_fails_is_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Training goes on, and so do the other monitors."""
+    stand_in = StandIn("comet_ml")
+    monkeypatch.setitem(sys.modules, "comet_ml", stand_in)
+    made = monitor(csv_monitor={"output_path": str(tmp_path), "job_name": "job"}, comet={"samples_log_interval": 1})
+    with caplog.at_level("WARNING", "zerorun"):
+        for samples in (8, 16, 24):
+            made.write_events([("loss", 2.5, samples)])
+            if samples == 8:
+                shutil.rmtree(tmp_path / "job")
+        made.close()
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "csv_monitor" in line and "FileNotFoundError" in line and "Remedy" in line
+    assert [call for call in stand_in.calls if call[0] in ("loss", "end")] == [
+        *(("loss", (2.5, samples)) for samples in (8, 16, 24)), ("end", ()),
+    ]  # fmt: skip
+
+
+def test_a_monitor_that_cannot_be_closed_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in = StandIn("wandb")
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    made = monitor(wandb={})
+    monkeypatch.setattr(made._writers["wandb"], "close", lambda: 1 / 0)
+    with caplog.at_level("WARNING", "zerorun"):
+        made.close()
+    assert "wandb" in caplog.text and "ZeroDivisionError" in caplog.text
 
 
 def test_single_monitors_by_deepspeeds_names(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from ..config.schema import Config
 from ..config.sections import Comet, CsvMonitor, TensorBoard, Wandb
 from ..errors import ConfigError, ConfigProblem
-from ..log import is_rank_zero
+from ..log import is_rank_zero, logger
 
 Event = tuple[str, float, int]
 # The packages that sections need, by the names with which pip installs them; they are imported with _ for -.
@@ -111,25 +111,41 @@ class Monitor:
     """All monitors of a configuration. ``sections``: it, or any object with those of its sections that are monitors.
 
     DeepSpeed calls it MonitorMaster. It writes on rank 0 and does nothing on others. Raises ConfigError if a library is
-    missing or refuses to begin.
+    missing or refuses to begin. One that fails later is switched off, with a warning: training goes on.
     """
 
     def __init__(self, sections: Any) -> None:
-        self._writers = [_opened(key, section) for key, section in _switched_on(sections)] if is_rank_zero() else []
+        wanted = _switched_on(sections) if is_rank_zero() else []
+        self._writers: dict[str, EventWriter] = {key: _opened(key, section) for key, section in wanted}
         self.enabled = bool(_switched_on(sections))
 
     def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:
         """Write (name, value, samples) each: a number, or a tensor with one, at a place of the x axis."""
         if self._writers:
             events = [(name, float(value), int(samples)) for name, value, samples in event_list]
-            for writer in self._writers:
-                writer.write(events)
+            for key, writer in [*self._writers.items()]:
+                try:
+                    writer.write(events)
+                except Exception as error:  # each library has errors of its own
+                    self._give_up(key, error)
 
     def close(self) -> None:
         """Write what is left, and let go of files and runs. Nothing can be written afterwards."""
-        for writer in self._writers:
-            writer.close()
-        self._writers = []
+        for key, writer in [*self._writers.items()]:
+            try:
+                writer.close()
+            except Exception as error:
+                self._give_up(key, error)
+        self._writers = {}
+
+    def _give_up(self, key: str, error: Exception) -> None:
+        del self._writers[key]
+        logger.warning(
+            "%s.enabled = True: it cannot write any more (%r), and is switched off. Training goes on. Remedy: mend that; a "
+            "resumed run writes again.",
+            key,
+            error,
+        )
 
 
 _WRITERS: dict[str, Any] = {
