@@ -1911,6 +1911,14 @@ MUTANTS = (
         ("tests/unit/test_monitor_writers.py::test_a_monitor_that_fails_is_switched_off",),
     ),
     Mutant(
+        "sums-by-their-labels-alone",
+        "bytes",
+        "zerorun/monitors/breakdown.py",
+        "        return self._section.prof_all or any(part in label for part in chosen) or (_SUM in chosen and _is_sum(label))",
+        "        return self._section.prof_all or any(part in label for part in chosen)",
+        ("tests/ranks/test_breakdown.py::test_all_reduces_are_chosen_by_name",),
+    ),
+    Mutant(
         "csv-begins-anew",
         "stale",
         "zerorun/monitors/monitor.py",

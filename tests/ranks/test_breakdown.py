@@ -226,6 +226,16 @@ def test_bandwidths() -> None:
     assert third.split()[-5:] == ["1", "0", "bytes", "1000.00", "1000.00"]  # a message that this rank has received
 
 
+def test_all_reduces_are_chosen_by_name() -> None:
+    """Labels of sums that say what is summed are chosen, too."""
+    table = CommunicationTable(CommsLogger(enabled=True, prof_all=False, prof_ops=("all_reduce",)))
+    sums = ["block: reduce-scatter gradients over replicas", "control", "gradients over pipe", "losses", "norm"]
+    sums += ["tensor: all-reduce forward"]
+    others = ["block: all-gather for forward", "block: reduce-scatter gradients", "pipeline: gradients to pipeline stage 1"]
+    _, *rows = table.lines({label: {"calls": 1, "bytes": 8} for label in sums + others})
+    assert [row[:48].strip() for row in rows] == sums
+
+
 def test_steps_are_read_once_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
     watch, passed, time = Stopwatch(pipeline.torch.device("cpu")), 3, iter(range(100))
     monkeypatch.setattr(watch._clock, "now", lambda: next(time))

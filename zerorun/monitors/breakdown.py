@@ -27,6 +27,8 @@ FORWARD, BACKWARD, REDUCE, NORM, UPDATE, PUBLISH = PHASES = ("forward", "backwar
 # What collectives are for, by words in their labels; the first that fits.
 _KINDS = {OF_STAGES: "messages", "all-gather gradients": "reduce", "all-gather": "gather", "gradients": "reduce"}
 
+_SUM, _SUMMED = "all-reduce", (" over replicas", "gradients over ", "sum of losses")
+
 
 class TimedModel(ShardedModel):
     """A sharded model whose steps are timed. ``comm.statistics.watch`` is the stopwatch."""
@@ -113,6 +115,11 @@ def kind_of(label: str) -> str:
     return next((kind for words, kind in _KINDS.items() if words in label), "other")
 
 
+def _is_sum(label: str) -> bool:
+    """True for the label of an all-reduce that says what is summed, and not how."""
+    return label in ("control", "losses", NORM) or any(part in label for part in _SUMMED)
+
+
 @dataclass
 class LabelTimes:
     """Of one label so far: calls, seconds in flight, and seconds that the computation waited."""
@@ -186,7 +193,8 @@ class CommunicationTable:
         return lines if self._section.verbose else []
 
     def _wants(self, label: str) -> bool:
-        return self._section.prof_all or any(part_of_label(name) in label for name in self._section.prof_ops)
+        chosen = [part_of_label(name) for name in self._section.prof_ops]
+        return self._section.prof_all or any(part in label for part in chosen) or (_SUM in chosen and _is_sum(label))
 
     def lines(self, report: dict[str, dict[str, int]]) -> list[str]:
         """``report``: the calls and bytes so far, by label. The bandwidth is at least that shown: it may be hidden.
