@@ -1911,12 +1911,28 @@ MUTANTS = (
         ("tests/unit/test_monitor_writers.py::test_a_monitor_that_fails_is_switched_off",),
     ),
     Mutant(
+        "tokens-of-dicts-alone",
+        "bytes",
+        "zerorun/monitors/observer.py",
+        "    if isinstance(given, Mapping):  # as a BatchEncoding of transformers, which is no dict",
+        "    if isinstance(given, dict):",
+        ("tests/ranks/test_monitors.py::test_tokens_of_a_forward",),
+    ),
+    Mutant(
         "sums-by-their-labels-alone",
         "bytes",
         "zerorun/monitors/breakdown.py",
         "        return self._section.prof_all or any(part in label for part in chosen) or (_SUM in chosen and _is_sum(label))",
         "        return self._section.prof_all or any(part in label for part in chosen)",
         ("tests/ranks/test_breakdown.py::test_all_reduces_are_chosen_by_name",),
+    ),
+    Mutant(
+        "autocast-is-no-precision",
+        "stale",
+        "zerorun/monitors/flops.py",
+        "        return self._config.bf16.enabled or self._config.fp16.enabled or casts",
+        "        return self._config.bf16.enabled or self._config.fp16.enabled",
+        ("tests/ranks/test_flops.py::test_the_peak_is_that_of_products_in_16_bits",),
     ),
     Mutant(
         "csv-begins-anew",

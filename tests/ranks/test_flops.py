@@ -196,10 +196,27 @@ def test_pipelines() -> None:
     assert costs[0].flops == 2 * tokens * 2 * pipeline.WIDTH * 4 * pipeline.WIDTH  # one block: up and down
 
 
-def lines_of(changes: dict[str, Any]) -> list[str]:
+def lines_of(changes: dict[str, Any], **precision: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flops, "peak_flops", lambda device: 1e15)
-        return told(make_config(1, accumulation=2, precision="bf16", flops_profiler=changes), prefix="FLOP profile")
+        given = precision or {"precision": "bf16"}
+        return told(make_config(1, accumulation=2, flops_profiler=changes, **given), prefix="FLOP profile")
+
+
+def mfu_by_precision() -> list[bool]:
+    """Whether a table has one: in fp32, in fp16, and under autocast."""
+    section = {"enabled": True, "profile_step": 0, "detailed": False}
+    given: tuple[dict[str, Any], ...] = (
+        {"precision": "fp32"},
+        {"precision": "fp16"},
+        {"torch_autocast": {"enabled": True}},
+    )
+    tables = [lines_of(section, **precision) for precision in given]
+    return ["% of 1000.00 TFLOPS" in lines[0] for lines in tables]
+
+
+def test_the_peak_is_that_of_products_in_16_bits() -> None:
+    assert run_ranks(1, mfu_by_precision) == [[False, True, True]]
 
 
 def test_tables(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import csv
 import logging
 import mmap
 import re
+from collections import UserDict
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from training import make_config, make_engine
 import zerorun
 from zerorun.log import _RankFormatter, is_rank_zero, own_rank, setup_logging
 from zerorun.monitors import monitor
+from zerorun.monitors.observer import tokens_in
 from zerorun.watch.board import PAGE, board, show_slow
 
 CASE = CASES["plain"]
@@ -110,6 +112,14 @@ def test_weighted_losses(simulated: bool, tmp_path: Path) -> None:
     config["optimizer"]["params"] = {"lr": 0.0}
     run_ranks(2, train, config, "weight", simulated)
     assert [y for _, y in values_of(tmp_path / "run")["train_loss"]] == pytest.approx(weighted_losses(), rel=1e-6)
+
+
+def test_tokens_of_a_forward() -> None:
+    """They are found in any mapping, as in the BatchEncoding of transformers, and in keyword arguments."""
+    tokens, values = torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 3)
+    given = ((tokens,), (UserDict(input_ids=tokens),), ({"input_ids": tokens},), (values,), ({"pixels": values},), ())
+    assert [tokens_in(args, {}) for args in given] == [6, 6, 6, 0, 0, 0]
+    assert tokens_in((), {"input_ids": tokens}) == 6
 
 
 def train_with_larger_steps(config: dict[str, Any]) -> None:

@@ -162,7 +162,7 @@ class FlopsProfile:
         section, costs, topology = self._config.flops_profiler, self.costs(), self._topology
         whole, factor = costs[0], 2 + section.recompute_fwd_factor
         rate = whole.flops * (1 + factor) * sizes.micro_batches / seconds
-        peak = peak_flops(self._device) if self._config.bf16.enabled or self._config.fp16.enabled else None
+        peak = peak_flops(self._device) if self._multiplies_in_16_bits else None
         yield f"FLOP profile of step {section.profile_step} on rank {topology.rank}\n{_RULE}"
         rows: dict[str, Any] = {
             "world size": topology.world_size,
@@ -187,6 +187,12 @@ class FlopsProfile:
             yield f"{_RULE}\nAll modules: params, MACs, fwd latency, fwd FLOPS"
             yield from (_detail(cost, whole) for cost in costs)
         yield _RULE
+
+    @property
+    def _multiplies_in_16_bits(self) -> bool:
+        autocast = self._config.torch_autocast
+        casts = autocast.enabled and autocast.dtype != "fp32"
+        return self._config.bf16.enabled or self._config.fp16.enabled or casts
 
     def _aggregated(self, costs: list[ModuleCost]) -> Iterator[str]:
         section = self._config.flops_profiler

@@ -237,7 +237,7 @@ class RunObserver:
 def tokens_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The tokens given to a forward: elements of ``input_ids``, or of a first argument [batch, sequence] of integers."""
     given = kwargs.get("input_ids", args[0] if args else None)
-    if isinstance(given, dict):
+    if isinstance(given, Mapping):  # as a BatchEncoding of transformers, which is no dict
         given = given.get("input_ids")
     if not isinstance(given, torch.Tensor) or given.ndim != 2:
         return 0
