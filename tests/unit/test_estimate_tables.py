@@ -296,3 +296,27 @@ def test_init_leaves_every_rank_as_much_of_a_parameter(numel: int, world: int, p
 
     param = nn.Parameter(torch.empty(numel, device="meta"))
     assert _held_in_parts(param, "cpu", world) == Holding(Bytes(4 * part), put_together=4 * numel)
+
+
+class Halves(nn.Module):
+    """A block of which no small copy can be made."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = linear(width, 4 * width), linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())  # type: ignore[no-any-return]
+
+
+def test_trying_out_large_blocks_is_counted() -> None:
+    """The two are one block, because there is no list of them: 14 times their weights, on each of two ranks."""
+    with torch.device("meta"):
+        model = nn.Sequential(Halves(512), Halves(512))
+    weights = 4 * sum(param.numel() for param in model.parameters())
+    wanted = {**config(stage=1, precision="fp32"), "tensor_parallel": {"size": 2}}
+    inferred = zerorun.estimate_memory(model, wanted, 2, device="cuda")
+    assert inferred.start_up.host == 15 * weights
+    assert inferred.start_up_with_init.host == 14.5 * weights
+    assert inferred.node_host_bytes >= 2 * inferred.start_up.host
+    assert inferred.start_up.device < 2 * weights

@@ -541,7 +541,7 @@ def test_each_block_that_computes_in_another_way_is_tried_out(told: str) -> None
 def test_blocks_that_differ_in_their_place_and_rates_alone_are_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     prove = infer._prove
-    monkeypatch.setattr(infer, "_prove", lambda model, name, size: (tried.append(name), prove(model, name, size))[1])
+    monkeypatch.setattr(infer, "_prove", lambda trials, name: (tried.append(name), prove(trials, name))[1])
     assert infer_plan(MixedStack(*[""] * 5), 2) == {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
     assert tried == ["blocks.0", "blocks.1"]  # the rate of the first is 0
 
@@ -552,3 +552,100 @@ def test_blocks_that_a_given_plan_divides_in_other_ways_are_each_tried_out() -> 
     plan_of(model, {**right, "blocks.1.attention.qkv": "fused_colwise"}, 2)
     with pytest.raises(ModelError, match=r"blocks.1.*differs"):
         plan_of(model, {**right, "blocks.1.attention.qkv": "colwise"}, 2)
+
+
+# -- large blocks --------------------------------------------------------------------------------------------------
+
+# Models whose plans are inferred, by what the fields that make them wide are called. None has values.
+WIDE: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 4096, "n_layer": 3, "n_head": 32},
+    "gpt_bigcode": {"n_embd": 4096, "n_layer": 2, "n_head": 32, "multi_query": False},
+    "gpt_neo": {"hidden_size": 4096, "num_layers": 2, "num_heads": 32, "attention_types": [[["global", "local"], 1]]},
+    "gptj": {"n_embd": 4096, "n_layer": 2, "n_head": 16},
+    "persimmon": {"hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32, "intermediate_size": 16384},
+    "stablelm": {"hidden_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8},
+}
+NARROW: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 8, "intermediate_size": 96, "vocab_size": 64}
+
+
+def of_kind(kind: str, device: str = "meta", **more: Any) -> nn.Module:
+    config = transformers.AutoConfig.for_model(kind, **{**WIDE[kind], "vocab_size": 64, **more})
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config)  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The parameters of the blocks that are tried out."""
+    found: list[int] = []
+    real = infer.difference
+
+    def noted(block: nn.Module, *args: Any) -> str | None:
+        found.append(sum(param.numel() for param in block.parameters()))
+        return real(block, *args)
+
+    monkeypatch.setattr(infer, "difference", noted)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "size"), [*((kind, 2) for kind in WIDE), ("gpt2", 8), ("stablelm", 4), ("stablelm", 16)])
+def test_a_large_block_is_tried_on_a_small_copy(kind: str, size: int, tried: list[int]) -> None:
+    """With the plan of a real model that is small itself, where real ranks could have tried it."""
+    made = plan_of(of_kind(kind), None, size)
+    assert tried and max(tried) < 1_000_000
+    assert made.tried_bytes < 100_000_000
+    tried.clear()
+    narrow = {
+        **NARROW,
+        "num_attention_heads": 16,
+        "hidden_size": 128,
+        "num_key_value_heads": 8 if kind == "stablelm" else 16,
+    }
+    narrow |= {"rotary_dim": 8} if kind == "gptj" else {}
+    assert {entry.name: entry.style for entry in plan_of(of_kind(kind, "cpu", **narrow), None, size).entries} == {
+        entry.name: entry.style for entry in made.entries
+    }
+
+
+def test_what_depends_on_sizes_is_checked_on_the_large_model(tried: list[int]) -> None:
+    with pytest.raises(ModelError, match=r"has 32 query heads, which tensor_parallel.size 3 does not divide"):
+        infer_plan(of_kind("gpt2"), 3)
+    with pytest.raises(ModelError, match=r"has 20 key-value heads, which tensor_parallel.size 8 neither divides"):
+        infer_plan(of_kind("stablelm", num_attention_heads=40, hidden_size=5120, num_key_value_heads=20), 8)
+    assert not tried
+
+
+class OtherMLP(nn.Module):
+    """Looks at all columns between two layers that are called as in GPT-2."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.c_fc, self.c_proj = mlp.c_fc, mlp.c_proj
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c_proj(self.c_fc(x).softmax(-1))  # type: ignore[no-any-return]
+
+
+def test_a_block_that_was_changed_by_hand_is_tried_itself(tried: list[int]) -> None:
+    """Its configuration makes another one."""
+    model: Any = of_kind("gpt2", "cpu", n_embd=384, n_head=4)
+    assert len(infer_plan(model, 2)) == 6 and tried == [tried[0]] and tried[0] < 1_000_000 < 12 * 384**2
+    tried.clear()
+    model.transformer.h[1].mlp = OtherMLP(model.transformer.h[1].mlp)
+    with pytest.raises(ModelError, match=r"(?s)GPT2Block \(transformer\.h\.1\).*differs in"):
+        infer_plan(model, 2)
+    assert max(tried) > 1_000_000
+
+
+def test_a_given_plan_for_large_blocks_is_tried_on_a_small_copy(tried: list[int]) -> None:
+    model = of_kind("gpt2")
+    wrong = {"transformer.h.*.attn.c_attn": "colwise", "transformer.h.*.attn.c_proj": "rowwise"}
+    with pytest.raises(ModelError, match=r"GPT2Block \(transformer\.h\.0\), divided by the plan over 2 ranks, differs in"):
+        plan_of(model, wrong, 2)
+    assert max(tried) < 1_000_000
+    # The copy has blocks of other lengths.
+    small = of_kind("gpt2", n_embd=384, n_head=4)
+    given: Any = {**wrong, "transformer.h.*.attn.c_attn": {"style": "fused_colwise", "lengths": [384] * 3}}
+    tried.clear()
+    assert plan_of(small, given, 2).tried_bytes > 4 * 12 * 384**2
+    assert min(tried) > 1_000_000

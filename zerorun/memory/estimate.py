@@ -260,7 +260,7 @@ def _held_in_parts(param: nn.Parameter, device_type: str, world_size: int) -> Ho
 def _from_whole(plan: ShardingPlan, part: PlannedPart, whole: nn.Module, device: str) -> Peak:
     """Return the start-up peak of a module that every rank builds in full before it drops the parts of other ranks."""
     held = partial(held_whole, device_type=device)
-    return _higher(start_up(plan, part.model, held), _all(held, whole))
+    return _higher(start_up(plan, part.model, held), _all(held, whole) + Bytes(host=part.tried_bytes))
 
 
 def _from_parts(plan: ShardingPlan, part: PlannedPart, whole: nn.Module, device: str) -> Peak:
@@ -269,7 +269,7 @@ def _from_parts(plan: ShardingPlan, part: PlannedPart, whole: nn.Module, device:
     held = partial(_held_in_parts, device_type=device, world_size=topology.world_size)
     parts = _all(held, whole)
     own = [sum(held(tensor).put_together for tensor in own_members(module)) for module in whole.modules()]
-    built = _beside(parts, max(own))
+    built = _higher(_beside(parts, max(own)), parts + Bytes(host=part.tried_bytes))
     if topology.pipe * topology.tensor * topology.expert == 1:
         return _higher(start_up(plan, part.model, held), built)
     # All parameters are put together, one after the other, and this rank keeps its own part of the model in full.
@@ -288,5 +288,5 @@ def _beside(held: Bytes, more: int) -> Bytes:
     return held + (Bytes(more) if held.device else Bytes(host=more))
 
 
-def _higher(peak: Peak, moment: Peak | Bytes) -> Peak:
+def _higher(peak: Peak | Bytes, moment: Peak | Bytes) -> Peak:
     return Peak(max(peak.device, moment.device), max(peak.host, moment.host), max(peak.both, moment.both))

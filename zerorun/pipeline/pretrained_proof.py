@@ -8,7 +8,6 @@ the class cannot be made narrow, it has fewer layers.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,40 +15,14 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
+from ..plan.small_copies import LARGEST_COPY, narrow, shorten, small_copy
 from ..zero.init import part_of
 from .pretrained_anatomy import Anatomy, find_blocks, observe, refusal
 
-# In parameters: a forward of a few tokens through so many takes a fraction of a second.
-LARGEST = LARGEST_COPY = 50_000_000
-VOCABULARY, LENGTH = 128, 6
-# Widths of the copy. Names that a configuration does not have are left out.
-NARROW = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "ffn_dim": 96,
-    "ffn_hidden_size": 96,
-    "word_embed_proj_dim": 64,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rotary_dim": 8,
-    "qk_rope_head_dim": 16,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 32,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 64,
-}
-FEWER_LAYERS = 4
+LARGEST = LARGEST_COPY  # in parameters
+LENGTH = 6
 
 Forward = Callable[[list[dict[str, Any]]], list[Any]]
-
 
 NO_TOKENS = (
     "it has no embedding of tokens, as models for speech and images have none, so that it cannot be tried on a few tokens"
@@ -72,11 +45,9 @@ def specimen(model: nn.Module) -> nn.Module:
     if has_values and sum(param.numel() for param in params) <= LARGEST:
         return model
     failures = []
-    for shrink in (_narrow, _shorten):
-        config = copy.deepcopy(model.config)
+    for shrink in (narrow, shorten):
         try:
-            shrink(config)
-            found = _made_from(type(model), config)
+            found = small_copy(model, shrink)
             with _probing(found), torch.no_grad():
                 found(**_tokens(found))
         except Exception as error:
@@ -84,49 +55,6 @@ def specimen(model: nn.Module) -> nn.Module:
         else:
             return found
     raise refusal(model, f"no small copy of it could be made to try it ({failures[0][:300]})")
-
-
-def _made_from(kind: type[nn.Module], config: Any) -> nn.Module:
-    """Make a model with random values on the CPU. Raises MemoryError if it would not be small."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        with torch.device("meta"):
-            numel = sum(param.numel() for param in kind(config).parameters())
-        if numel > LARGEST_COPY:
-            raise MemoryError(f"a copy would have {numel} parameters")
-        with torch.device("cpu"):
-            return kind(config)
-
-
-def _narrow(config: Any) -> None:
-    _few_words(config)
-    projected = getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size
-    equal_heads = getattr(config, "num_key_value_heads", None) == getattr(config, "num_attention_heads", None)
-    for name, value in NARROW.items():
-        if isinstance(getattr(config, name, None), int):
-            with contextlib.suppress(AttributeError):  # an attribute that is computed from others
-                setattr(config, name, value)
-    if equal_heads and isinstance(getattr(config, "num_key_value_heads", None), int):
-        config.num_key_value_heads = config.num_attention_heads
-    if projected:
-        config.word_embed_proj_dim = config.hidden_size // 2
-
-
-def _shorten(config: Any) -> None:
-    _few_words(config)
-    config.num_hidden_layers = min(config.num_hidden_layers, FEWER_LAYERS)
-    for name, value in vars(config).items():
-        if isinstance(value, list) and len(value) > FEWER_LAYERS and name.startswith("layer"):
-            setattr(config, name, value[:FEWER_LAYERS])
-
-
-def _few_words(config: Any) -> None:
-    config.vocab_size = min(config.vocab_size, VOCABULARY)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if getattr(config, name, None) is not None:
-            setattr(config, name, 0)
-    if getattr(config, "_attn_implementation", None) not in (None, "eager", "sdpa"):
-        config._attn_implementation = "eager"  # the others need a GPU
 
 
 def examine(model: nn.Module) -> Anatomy:

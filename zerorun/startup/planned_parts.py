@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,15 +22,22 @@ from ..plan.weights import rebuilt
 from .float8 import Float8Layers, float8_layers
 from .parallelize import cut, divide_shapes, plan_experts, plan_layers
 
+if TYPE_CHECKING:
+    from ..tensor_parallel.styles import ParallelPlan
+
 
 @dataclass(frozen=True)
 class PlannedPart:
-    """A stage as its first tensor rank has it, which holds as much as any other. ``topology`` is that of this rank."""
+    """A stage as its first tensor rank has it, which holds as much as any other. ``topology`` is that of this rank.
+
+    ``tried_bytes``: the host memory that a process needs to try out how layers are divided, beside the whole model.
+    """
 
     model: nn.Module
     raw: RawOptimizer
     topology: Topology
     replication_of: Callable[[nn.Parameter], Replication]
+    tried_bytes: int = 0
 
     def plan(self, config: Config, transport: str, device_type: str) -> ShardingPlan:
         """Return the plan of what the rank holds; see ``make_plan``."""
@@ -43,25 +50,30 @@ def planned_parts(model: nn.Module, config: Config, raw: RawOptimizer, topology:
 
     Raises ModelError or PipelineError, as ``initialize`` would.
     """
+    layers = plan_layers(
+        model, config, topology, plan_experts(model, topology)
+    )  # before classes change, as initialize does
     in_fp8 = Float8Layers(float8_layers(model, config.fp8), config.fp8, CPU)
     try:
-        yield from _parts(model, config, raw, topology)
+        yield from _parts(model, config, raw, topology, layers)
     finally:
         in_fp8.remove()
 
 
-def _parts(model: nn.Module, config: Config, raw: RawOptimizer, topology: Topology) -> Iterator[PlannedPart]:
+def _parts(
+    model: nn.Module, config: Config, raw: RawOptimizer, topology: Topology, layers: ParallelPlan | None
+) -> Iterator[PlannedPart]:
     if topology.pipe * topology.tensor * topology.expert == 1:
         yield PlannedPart(model, raw, topology, lambda param: ALONE)
         return
-    layers = plan_layers(model, config, topology, plan_experts(model, topology))
     stages = [model.stage] if isinstance(model, Pipelined) else range(topology.pipe)
     for stage in stages:
         here = replace(topology, rank=topology.rank_at(pipe=stage))
         copied, own = _of_shapes(model, raw)
         part = cut(copied, config, here)
         replication_of = divide_shapes(part, layers, config, here)
-        yield PlannedPart(part, without_elsewhere(own, part), here, replication_of)
+        tried_bytes = layers.tried_bytes if layers is not None else 0
+        yield PlannedPart(part, without_elsewhere(own, part), here, replication_of, tried_bytes)
 
 
 def _of_shapes(model: nn.Module, raw: RawOptimizer) -> tuple[nn.Module, RawOptimizer]:

@@ -8,26 +8,113 @@ may hold three blocks, or query, key and value of one head after the other: both
 proven by proof.py. A model without such lists is one block, in which a row-parallel layer need not restore the width. In
 Hugging Face models, embedding and head are divided by vocabulary. In others they stay whole, because nothing tells
 whether their weights are also used in another way.
+
+[Note: what is tried out]
+Blocks without values here (on the meta device, or partitioned by zero.Init), and large ones, are tried on a small copy of
+the model, if it is one of transformers: its blocks must be the same but for their sizes. What depends on sizes is checked
+on the model itself. Where no such copy can be made, a block is tried as it is, which takes ``bytes_of_trial``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 
 from torch import nn
 
 from ..errors import ModelError
+from ..plan.small_copies import narrow, small_copy
+from ..zero.init import part_of
 from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
-from .kinds import kinds_of
+from .kinds import kinds_of, same_but_for_sizes
 from .layers import computes_by_itself, is_transposed
 from .pairs import norms_of_heads
 from .planning import linear_sizes, make_plan
-from .proof import NOT_ALONE, capture, difference
+from .proof import NOT_ALONE, Call, bytes_of_trial, capture, difference
 from .styles import COLUMN, ParallelPlan, Style
 
 _REMEDY = 'Remedy: pass a plan (name pattern -> style), for example {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
+
+
+LARGEST = 1_000_000  # parameters of a block that is tried as it is: this takes some 50 MB of memory
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """The block ``name`` in the model in which it is tried out. ``call``: its arguments; None if the model has none for it.
+
+    ``layer``: the first that is divided, by its name in the block; "" for none.
+    """
+
+    model: nn.Module
+    name: str
+    layer: str
+    width: int  # of the hidden states
+    call: Call | None
+
+    def difference(self, plan: ParallelPlan) -> str | None:
+        """Return how the block differs if it is divided by ``plan``, which is that of the model; None if it does not."""
+        if self.call is None:
+            return None
+        return difference(self.model.get_submodule(self.name), plan.within(self.name), self.call, self.width)
+
+
+class Trials:
+    """Tries out the blocks of ``model`` on ``size`` ranks. ``bytes``: the most memory that this has taken.
+
+    See [Note: what is tried out].
+    """
+
+    def __init__(self, model: nn.Module, size: int) -> None:
+        self.model, self.size = model, size
+        self.bytes = 0
+
+    def begin(self, name: str, layer: str) -> _Trial:
+        """Return the trial of the block ``name``, of which ``layer`` is the first that is divided."""
+        return self._on(self._model_of(name), name, layer)
+
+    def fitting(
+        self, trial: _Trial, plan: ParallelPlan, given: Mapping[str, Style], spared: Collection[str] = ()
+    ) -> tuple[_Trial, ParallelPlan]:
+        """Return ``trial`` and the plan for its model, where ``plan``, made of ``given``, is that of the whole model."""
+        if trial.model is self.model:
+            return trial, plan
+        try:
+            return trial, make_plan(trial.model, given, self.size, spared)
+        except ModelError:  # what ``given`` says of lengths is not true of the copy
+            return self._on(self.model, trial.name, trial.layer), plan
+
+    def _on(self, tried: nn.Module, name: str, layer: str) -> _Trial:
+        block = tried.get_submodule(name)
+        width = linear_sizes(layer, block.get_submodule(layer), "colwise")[1] if layer else 0
+        call = capture(tried, block, width)
+        if call is not None:
+            self.bytes = max(self.bytes, bytes_of_trial(block, self.size))
+        return _Trial(tried, name, layer, width, call)
+
+    def _model_of(self, name: str) -> nn.Module:
+        block = self.model.get_submodule(name)
+        params = list(block.parameters())
+        has_values = not any(param.is_meta or part_of(param) is not None for param in params)
+        if has_values and sum(param.numel() for param in params) <= LARGEST:
+            return self.model
+        if self._copy is not None:
+            with suppress(AttributeError):  # the copy has no such block
+                if same_but_for_sizes(block, self._copy.get_submodule(name)):
+                    return self._copy
+        return self.model
+
+    @cached_property
+    def _copy(self) -> nn.Module | None:
+        if getattr(self.model, "config", None) is None:
+            return None
+        try:
+            return small_copy(self.model, lambda config: narrow(config, self.size))
+        except Exception:  # whatever the class says to sizes that it does not take
+            return None
 
 
 @dataclass(frozen=True)
@@ -66,6 +153,12 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, Style]:
     Raises ModelError, naming the class of the block and what differs in it, if no plan is proven to give the same outputs
     and gradients.
     """
+    return infer_with(Trials(model, size))
+
+
+def infer_with(trials: Trials) -> dict[str, Style]:
+    """Do as ``infer_plan`` for the model of ``trials``."""
+    model = trials.model
     plan: dict[str, Style] = {}
     proven: dict[object, dict[str, Style]] = {}
     for container in _containers(model):
@@ -73,7 +166,7 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, Style]:
         plans = []
         for name, kind in zip(names, kinds_of([model.get_submodule(name) for name in names]), strict=True):
             if kind not in proven:
-                proven[kind] = _prove(model, name, size)
+                proven[kind] = _prove(trials, name)
             plans.append(proven[kind])
         alike = all(found == plans[0] for found in plans)
         for name, found in zip(names, plans, strict=True):
@@ -82,16 +175,17 @@ def infer_plan(model: nn.Module, size: int) -> dict[str, Style]:
     if not plan:
         if not any(True for _ in _linears(model)):
             raise ModelError(f"no plan can be inferred for {type(model).__name__}: it has no linear layers. {_REMEDY}")
-        plan = _prove(model, "", size)
+        plan = _prove(trials, "")
     return {**_vocabulary(model), **plan}
 
 
-def prove_given(model: nn.Module, plan: ParallelPlan) -> None:
-    """Try out the blocks of ``model`` in which ``plan``, given by the user, divides layers.
+def prove_given(trials: Trials, plan: ParallelPlan, given: Mapping[str, Style], spared: Collection[str] = ()) -> None:
+    """Try out the blocks of a model in which ``plan``, made of the user's ``given``, divides layers.
 
     Names tell neither how a fused layer is laid out nor what a block does between its layers. Raises ModelError if a
     divided block computes something else. For a block that cannot be run alone, the plan is accepted without a proof.
     """
+    model = trials.model
     divided = [entry.name for entry in plan.entries if entry.style in COLUMN]
     proven: set[object] = set()
     for container in _containers(model):
@@ -103,9 +197,9 @@ def prove_given(model: nn.Module, plan: ParallelPlan) -> None:
             if key in proven or not any(other.startswith(name + ".") for other in divided):
                 continue
             proven.add(key)
-            width = next((layer.width for layer in _linears(block) if f"{name}.{layer.name}" in divided), 0)
-            call = capture(model, block, width)
-            found = difference(block, relative, call, width) if call is not None else None
+            layers = (layer.name for layer in _linears(block) if f"{name}.{layer.name}" in divided)
+            trial, made = trials.fitting(trials.begin(name, next(layers, "")), plan, given, spared)
+            found = trial.difference(made)
             if found is not None and not found.startswith(NOT_ALONE):
                 raise ModelError(
                     f"{type(block).__name__} ({name}), divided by the plan over {plan.size} ranks, {found}. Remedy: leave "
@@ -134,17 +228,17 @@ def _linears(block: nn.Module) -> Iterator[_Linear]:
             yield _Linear(name, *linear_sizes(name, module, "colwise"))
 
 
-def _prove(model: nn.Module, name: str, size: int) -> dict[str, Style]:
+def _prove(trials: Trials, name: str) -> dict[str, Style]:
     """Return the proven plan of the block ``name``, with names relative to it. Raises ModelError if there is none."""
+    model, size = trials.model, trials.size
     block = model.get_submodule(name)
     label = f"{type(block).__name__} ({name or 'the whole model'})"
     groups = list(_groups(block, restores=bool(name)))
     inside = f"{name}." if name else ""
     if not groups:
         raise ModelError(f"no plan can be inferred for {label}: its layers are of no known structure. {_REMEDY}")
-    width = groups[0].columns[0].width
-    call = capture(model, block, width)
-    if call is None:
+    trial = trials.begin(name, groups[0].columns[0].name)
+    if trial.call is None:
         raise ModelError(
             f"no plan can be inferred for {label}: the model runs on token ids without calling this block, so that nothing "
             f"can be tried out. {_REMEDY}"
@@ -157,12 +251,14 @@ def _prove(model: nn.Module, name: str, size: int) -> dict[str, Style]:
             owner = group.columns[0].name.rpartition(".")[0]
             inner = dict.fromkeys(norms_of_heads(block, owner, list(chosen)), "replicated_with_grad_allreduce")
             chosen |= inner
+        given = {inside + own: style for own, style in chosen.items()}
         try:
-            made = make_plan(model, {inside + own: style for own, style in chosen.items()}, size)
+            made = make_plan(model, given, size)
         except ModelError as error:
             reasons.append(str(error))
             continue
-        found = difference(block, made.within(name), call, width)
+        trial, made = trials.fitting(trial, made, given)
+        found = trial.difference(made)
         if found is None:
             return chosen
         reasons.append(f"{', '.join(f'{own}: {style}' for own, style in chosen.items())}: the block {found}")

@@ -13,6 +13,8 @@ from torch import nn
 _Key = tuple[str, str]  # a module in the block, and an attribute of it
 _OF_TORCH = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+# What transformers notes in modules: their configuration, whether they have values, and what checkpoints activations.
+_OF_TRANSFORMERS = ("config", "_is_hf_initialized", "gradient_checkpointing", "_gradient_checkpointing_func")
 _VALUES = (type(None), bool, int, str, bytes, torch.dtype, torch.Size, type)
 _DEPTH, _ELEMENTS = 5, 1000  # what is looked at of objects in objects, and of containers
 
@@ -31,6 +33,23 @@ def kinds_of(blocks: Sequence[nn.Module]) -> list[object]:
             places.setdefault(key, set()).add(fact[1] - place if is_number else None)  # type: ignore[index]
     counts = {key for key, rest in places.items() if len(rest) == 1 and None not in rest}
     return [frozenset(item for item in facts.items() if item[0] not in counts) for facts in found]
+
+
+def same_but_for_sizes(one: nn.Module, other: nn.Module) -> bool:
+    """True if both have the same classes, functions and names, whatever their numbers and the shapes of their tensors."""
+    return _unsized(one) == _unsized(other)
+
+
+def _unsized(block: nn.Module) -> dict[_Key, object]:
+    return {key: _without_sizes(fact) for key, fact in _facts(block) if key[1] not in _OF_TRANSFORMERS}
+
+
+def _without_sizes(fact: object) -> object:
+    if not isinstance(fact, tuple):
+        return fact
+    if fact[:1] == (int,) or (len(fact) == 3 and isinstance(fact[1], torch.Size)):
+        return fact[0]
+    return tuple(_without_sizes(item) for item in fact)
 
 
 def _facts(block: nn.Module) -> Iterator[tuple[_Key, object]]:

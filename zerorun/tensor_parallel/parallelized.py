@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from .causal_loss import DividedLogits, with_divided_head
 from .collectives import Region, make_region
 from .convert import convert
 from .describe import describe
-from .infer import infer_plan, prove_given
+from .infer import Trials, infer_with, prove_given
 from .planning import make_plan, own_plan
 from .sequence import SequenceParallel, blocks_of
 from .styles import ParallelPlan, Style
@@ -82,12 +83,14 @@ def plan_of(
 
     ``spared``: modules that stay as they are, whatever the plan says.
     """
+    trials = Trials(model, size)
     if plan is None and not own_plan(model):
-        made = make_plan(model, infer_plan(model, size), size, spared)
+        made = make_plan(model, infer_with(trials), size, spared)
     else:
         made = make_plan(model, plan, size, spared)
         if plan is not None:
-            prove_given(model, made)
+            prove_given(trials, made, plan, spared)
+    made = replace(made, tried_bytes=trials.bytes)
     return with_divided_head(model, made) if vocab_parallel_loss else made
 
 

@@ -116,6 +116,15 @@ def difference(block: nn.Module, plan: ParallelPlan, call: Call, width: int) -> 
     return f"differs in {name}" if name else None
 
 
+def bytes_of_trial(block: nn.Module, size: int) -> int:
+    """Return the host memory that ``difference`` takes for ``block`` on ``size`` ranks, beside ``block`` itself.
+
+    These are fp32 values: the random ones, and on each rank its part, the gradients, these put together, and what of them
+    is on its way. As measured; what a thread has freed may stay with it.
+    """
+    return 4 * (4 * size + 6) * sum(param.numel() for param in block.parameters())
+
+
 def _randomized(block: nn.Module) -> nn.Module:
     """Return a copy of ``block`` in fp32 on the CPU with random values. Tied parameters stay tied."""
     generator = torch.Generator().manual_seed(0)

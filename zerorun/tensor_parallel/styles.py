@@ -82,11 +82,15 @@ class Assignment:
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """What becomes of a model on ``size`` tensor ranks: entries in the model's order, and attributes to adapt."""
+    """What becomes of a model on ``size`` tensor ranks: entries in the model's order, and attributes to adapt.
+
+    ``tried_bytes``: the most host memory of a process that trying the plan out has taken.
+    """
 
     size: int
     entries: tuple[Assignment, ...]
     attributes: tuple[Attribute, ...] = ()
+    tried_bytes: int = 0
 
     def here(self, model: nn.Module) -> ParallelPlan:
         """Return the part of the plan for layers that are in ``model``; others are on other pipeline stages."""
