@@ -4218,4 +4218,12 @@ MUTANTS = (
         "    return _higher(start_up(plan, part.model, held), _all(held, whole))",
         ("tests/unit/test_estimate_tables.py", "-k", "large_blocks_is_counted"),
     ),
+    Mutant(
+        "sequences-are-not-asked-for-in-estimates",
+        "swallowed",
+        "zerorun/startup/planned_parts.py",
+        "    plan_sequences(model, config, topology)  # for what it refuses: nothing of it changes what a rank holds",
+        "",
+        ("tests/unit/test_context_models.py", "-k", "alibi"),
+    ),
 )

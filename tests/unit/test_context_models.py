@@ -12,6 +12,7 @@ from contexts import BATCHES, MODELS, SIZES, batch_of, build, llama
 from covering import by_day
 from torch import nn
 
+import zerorun
 from zerorun.context import attention, divided_model
 from zerorun.context.attention import AUTO, GATHER, ULYSSES
 from zerorun.context.exchange import fits
@@ -261,6 +262,10 @@ def test_alibi_is_refused() -> None:
 
     model = BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4))
     assert "biases by the distance of tokens (ALiBi)" in refused(model)
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "sequence_parallel_size": 2}
+    with pytest.raises(ModelError, match="ALiBi"):  # nor is it estimated
+        zerorun.estimate_memory(model, config, 2, device="cuda")
+    assert zerorun.estimate_memory(llama(), config, 2, device="cuda").world_size == 2
 
 
 def test_an_encoder_and_a_decoder_are_refused() -> None:

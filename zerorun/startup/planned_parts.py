@@ -20,7 +20,7 @@ from ..plan.make import make_plan
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.weights import rebuilt
 from .float8 import Float8Layers, float8_layers
-from .parallelize import cut, divide_shapes, plan_experts, plan_layers
+from .parallelize import cut, divide_shapes, plan_experts, plan_layers, plan_sequences
 
 if TYPE_CHECKING:
     from ..tensor_parallel.styles import ParallelPlan
@@ -53,6 +53,7 @@ def planned_parts(model: nn.Module, config: Config, raw: RawOptimizer, topology:
     layers = plan_layers(
         model, config, topology, plan_experts(model, topology)
     )  # before classes change, as initialize does
+    plan_sequences(model, config, topology)  # for what it refuses: nothing of it changes what a rank holds
     in_fp8 = Float8Layers(float8_layers(model, config.fp8), config.fp8, CPU)
     try:
         yield from _parts(model, config, raw, topology, layers)
