@@ -4226,4 +4226,20 @@ MUTANTS = (
         "",
         ("tests/unit/test_context_models.py", "-k", "alibi"),
     ),
+    Mutant(
+        "plans-of-what-is-refused",
+        "swallowed",
+        "zerorun/planner/model_configs.py",
+        "        cannot=frozenset(kind.cannot.split()),",
+        "",
+        ("tests/unit/test_model_kinds.py", "-k", "may_be_planned"),
+    ),
+    Mutant(
+        "odd-sides-in-fp8",
+        "bound",
+        "zerorun/planner/search.py",
+        "            if linear and any(side % _FP8_SIDE for side in weight.on_rank(tensor)):",
+        "            if linear and any(side % _FP8_SIDE for side in weight.shape):",
+        ("tests/unit/test_model_kinds.py", "-k", "fp8_of_a_plan"),
+    ),
 )

@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from covering import by_day
 
-from zerorun.errors import ConfigError
+import zerorun
+from zerorun.errors import ConfigError, ZerorunError
+from zerorun.plan.small_copies import narrow
+from zerorun.planner.candidate import RunCandidate, candidate_config
+from zerorun.planner.comparison import compared
+from zerorun.planner.footprint import footprint
+from zerorun.planner.hardware import cluster_of
 from zerorun.planner.model_configs import read_shape, shape_of
-from zerorun.planner.model_kinds import KINDS, ModelKind
+from zerorun.planner.model_kinds import FEATURES, KINDS, ModelKind
 from zerorun.planner.model_shape import ModelShape
+from zerorun.planner.search import Goal, degrees, odd_layer
 
 transformers = pytest.importorskip("transformers")
 
@@ -84,6 +92,95 @@ def test_sizes_are_those_that_their_authors_say(values: dict[str, Any], paramete
     gemma = {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 256000}
     more = phi if values["model_type"] == "phi3" else gemma
     assert shape_of({**values, **more}).parameters == pytest.approx(parameters, rel=0.003)
+
+
+# -- what zerorun takes of a kind ----------------------------------------------------------------------------------
+
+LIMITED = tuple(kind for kind, known in KINDS.items() if known.cannot)
+ASKED: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel": {"size": 2, "sequence_parallel": False}},
+    "rows": {"tensor_parallel": {"size": 2, "sequence_parallel": True}},
+    "stages": {"pipeline": {"stages": 2}},
+    "context": {"sequence_parallel_size": 2},
+    "fp8": {"fp8": {"enabled": True, "recipe": "rowwise"}},
+}
+PLAIN: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "gradient_accumulation_steps": 2,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 1},
+}
+
+
+def tiny(kind: str) -> tuple[torch.nn.Module, ModelShape]:
+    layers = transformers.CONFIG_MAPPING[kind].attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    config = transformers.AutoConfig.for_model(kind, **{**NEEDED.get(kind, {}), layers: LAYERS})
+    narrow(config)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config), shape_of(config.to_dict())
+
+
+@pytest.mark.parametrize("kind", by_day(tuple(KINDS), *LIMITED, "llama", "qwen3_moe", "deepseek_v3", "stablelm"))
+def test_what_may_be_planned_for_a_kind_is_taken(kind: str) -> None:
+    """On two GPUs: each degree alone, in bf16 and in fp8. Tensor ranks really divide it, maybe but for its embedding."""
+    model, shape = tiny(kind)
+    ways: dict[tuple[Any, ...], RunCandidate] = {}
+    for precision in ("bf16", "fp8"):
+        try:
+            for one in degrees(shape, cluster_of("2xH100"), Goal(1 << 14, 4, precision=precision)):
+                ways.setdefault((precision, one.tensor, one.pipe, one.context, one.sequence_parallel, one.expert), one)
+        except ConfigError:
+            assert precision == "fp8" and ("fp8" in shape.cannot or odd_layer(shape, 1))
+    for way, one in ways.items():
+        found = zerorun.estimate_memory(model, candidate_config(one), 2, device="cuda").kinds["parameters"]
+        assert found == pytest.approx(footprint(shape, one).kinds["parameters"], rel=0.1), way
+
+
+@pytest.mark.parametrize("kind", LIMITED)
+def test_what_is_not_planned_for_a_kind_is_refused(kind: str) -> None:
+    """Or does nothing: tensor ranks leave all blocks of the model whole."""
+    model, shape = tiny(kind)
+    assert shape.cannot <= {*FEATURES} == {*ASKED}
+    for feature in shape.cannot:
+        if (kind, feature) == ("hunyuan_v1_dense", "tensor"):
+            continue
+        with pytest.raises(ZerorunError):
+            zerorun.estimate_memory(model, {**PLAIN, **ASKED[feature]}, 2, device="cuda")
+
+
+def test_fp8_of_a_plan_fits_the_layers() -> None:
+    """Of a kind whose layers are others, and of sides that are no multiple of 16, whole or on a tensor rank."""
+    gpt2 = {**LLAMA, "model_type": "gpt2"}
+    with pytest.raises(ConfigError, match=r"goal\.precision = 'fp8': is for nn\.Linear"):
+        zerorun.plan_run(gpt2, "8xH100", {"precision": "fp8"})
+    with pytest.raises(ConfigError, match="sides that are multiples of 16, and 'gate' has others"):
+        zerorun.plan_run({**LLAMA, "intermediate_size": 136}, "8xH100", {"precision": "fp8"})
+    odd = shape_of({**LLAMA, "intermediate_size": 144})
+    for precision, most in (("bf16", 4), ("fp8", 1)):
+        found = {one.tensor for one in degrees(odd, cluster_of("8xH100"), Goal(precision=precision))}
+        assert max(found) == most
+
+
+@pytest.mark.parametrize(
+    ("model", "section", "reason"),
+    [
+        ("bloom", "tensor", r"tensor_parallel\.size = 2: is not for models of this kind"),
+        ("olmo2", "rows", r"tensor_parallel\.sequence_parallel = True: is not for models of this kind"),
+        ("nanochat", "stages", r"pipeline\.stages = 2: is not for models of this kind"),
+        ("gptj", "context", r"sequence_parallel_size = 2: is not for models of this kind"),
+        ("gpt2", "fp8", r"fp8\.enabled = True: is not for models of this kind"),
+        ("llama", "fp8", r"fp8\.enabled = True: needs sides that are multiples of 16, and of 'gate' a rank has others"),
+    ],
+)
+def test_what_is_refused_is_not_compared(model: str, section: str, reason: str, tmp_path: Path) -> None:
+    odd = {"intermediate_size": 144} if model == "llama" else {}
+    plan = zerorun.plan_run({**LLAMA, **odd, "model_type": model}, "8xH100", {"sequence": 1024, "batch": 16})
+    tensor = ASKED["tensor"] if model == "llama" else {}
+    path = tmp_path / "given.json"
+    path.write_text(json.dumps({**PLAIN, **tensor, **ASKED[section]}), encoding="utf-8")
+    with pytest.raises(ConfigError, match=reason):
+        compared(path, plan)
 
 
 LLAMA: dict[str, Any] = {

@@ -21,7 +21,7 @@ from .candidate import KernelGeneration, RunCandidate, candidate_config
 from .footprint import footprint
 from .hardware import Cluster
 from .model_shape import ModelShape
-from .search import Goal, Timed, expert_degrees, fits, has_blocks_everywhere
+from .search import Goal, Timed, expert_degrees, fits, has_blocks_everywhere, odd_layer
 from .step_time import StepModel
 
 _ZERO = "zero_optimization."
@@ -203,6 +203,7 @@ def _not_planned(c: RunCandidate, shape: ModelShape, cluster: Cluster) -> Iterat
         reason = "keeps masters on disks, and bf16_master_weights_and_grads has none."
         yield ConfigProblem(f"{_ZERO}offload_optimizer.device", "nvme", reason, 'use "cpu".')
     yield from _not_divided(c, shape)
+    yield from _refused(c, shape)
     parts = c.pipe * c.chunks
     if parts > shape.layers:
         reason = f"{parts} parts have fewer than one of the {shape.layers} blocks each."
@@ -226,6 +227,24 @@ def _not_divided(c: RunCandidate, shape: ModelShape) -> Iterator[ConfigProblem]:
     elif shape.kv_heads % c.tensor and c.tensor % shape.kv_heads:
         reason = f"neither divides {shape.kv_heads} heads of keys nor is a multiple of them."
         yield ConfigProblem(key, c.tensor, reason, "use a divisor of the heads of keys.")
+
+
+def _refused(c: RunCandidate, shape: ModelShape) -> Iterator[ConfigProblem]:
+    """Yield what zerorun would refuse for the kind of model."""
+    used: dict[str, tuple[str, Any, bool, str]] = {
+        "tensor": ("tensor_parallel.size", c.tensor, c.tensor > 1, "use 1."),
+        "rows": ("tensor_parallel.sequence_parallel", True, c.sequence_parallel, "set it to false."),
+        "stages": ("pipeline.stages", c.pipe, c.pipe > 1, "use 1."),
+        "context": ("sequence_parallel_size", c.context, c.context > 1, "remove the key."),
+        "fp8": ("fp8.enabled", True, c.precision == "fp8", "remove the section."),
+    }
+    for feature, (key, value, is_used, remedy) in used.items():
+        if is_used and feature in shape.cannot:
+            yield ConfigProblem(key, value, "is not for models of this kind: zerorun refuses it.", remedy)
+    odd = odd_layer(shape, c.tensor) if c.precision == "fp8" else ""
+    if odd:
+        reason = f"needs sides that are multiples of 16, and of {odd!r} a rank has others."
+        yield ConfigProblem("fp8.enabled", True, reason, "use fewer tensor ranks, or remove the section.")
 
 
 # -- what does not count -----------------------------------------------------------------------------------------

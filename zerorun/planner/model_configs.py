@@ -87,6 +87,7 @@ def _shape(config: dict[str, Any], name: str, kind: ModelKind) -> ModelShape:
         biases=kind.biases(config),
         sinks=kind.sinks,
         whole=kind.whole,
+        cannot=frozenset(kind.cannot.split()),
         positions=0 if kind.positions is None else (_first(config, _POSITIONS) or 1024) + kind.positions,
     )
 

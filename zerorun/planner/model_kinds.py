@@ -12,6 +12,10 @@ from typing import Any
 
 _ATTENTION = "query key value output"  # the layers of attention, in ``biased``
 
+# What a run may do with a model: tensor ranks divide its layers, or also the rows between these; it has stages; ranks
+# divide its sequences; its layers multiply in fp8.
+FEATURES = ("tensor", "rows", "stages", "context", "fp8")
+
 
 @dataclass(frozen=True)
 class ModelKind:
@@ -26,7 +30,8 @@ class ModelKind:
     as heads; ``head_dim``: 0 for the hidden size over the heads; ``multi_query``: one head of keys, unless keys say
     otherwise; ``shared_experts``, ``dense_layers``.
 
-    ``mixture``: blocks have experts. ``sinks``, ``whole``: as of a ModelShape.
+    ``mixture``: blocks have experts. ``sinks``, ``whole``: as of a ModelShape. ``cannot``: which of FEATURES zerorun
+    refuses.
     """
 
     matrices: int = 3
@@ -47,6 +52,7 @@ class ModelKind:
     dense_layers: int = 0
     sinks: bool = False
     whole: bool = False
+    cannot: str = ""
 
     def biases(self, config: Mapping[str, Any]) -> str:
         """Return the layers with biases, as of a ModelShape."""
@@ -76,15 +82,16 @@ _GEMMA = replace(_PLAIN, tied=True, kv_heads=16, head_dim=256)
 _GEMMA2 = replace(_GEMMA, gains=4, kv_heads=4)
 _GLM = ModelKind(bias_keys={"attention_bias": ("query key value", True)}, kv_heads=2, head_dim=128)
 _COHERE = replace(_PLAIN, gains=1, tied=True)
-_OLMO2 = replace(_PLAIN, normed="all")
+_OLMO2 = replace(_PLAIN, normed="all", cannot="rows")
 _QWEN3 = replace(_PLAIN, normed="head", kv_heads=32, head_dim=128)
 _DEEPSEEK = replace(_PLAIN, mixture=True, whole=True)
 
 KINDS: dict[str, ModelKind] = {
-    "apertus": replace(_PLAIN, matrices=2, normed="head"),
+    "apertus": replace(_PLAIN, matrices=2, normed="head", cannot="rows"),  # its activations have parameters
     "arcee": replace(_LLAMA, matrices=2),
-    "bloom": replace(_GPT2, final_gains=4, positions=None),  # two of them after the embedding
-    "codegen": _GPTJ,
+    # Two gains are after the embedding. Biases by distance have all heads of a batch in one dimension.
+    "bloom": replace(_GPT2, final_gains=4, positions=None, cannot="tensor context"),
+    "codegen": replace(_GPTJ, cannot="tensor context"),  # queries, keys and values lie in four parts
     "cohere": _COHERE,
     "cohere2": _COHERE,
     "cwm": ModelKind(bias_keys={"mlp_bias": ("mlp", False)}, kv_heads=8, head_dim=128),
@@ -97,23 +104,24 @@ KINDS: dict[str, ModelKind] = {
         bias_keys={"bias": (f"{_ATTENTION} mlp", False)},
         tied=True,
         multi_query=True,
+        cannot="context fp8",  # linear layers of its own
     ),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3_text": replace(_GEMMA2, normed="head"),
     "glm": _GLM,
     "glm4": replace(_GLM, gains=4),
-    "gpt-sw3": _GPT2,
-    "gpt2": _GPT2,
+    "gpt-sw3": replace(_GPT2, cannot="fp8"),  # Conv1D
+    "gpt2": replace(_GPT2, cannot="fp8"),
     "gpt_bigcode": replace(_GPT2, multi_query=True),
-    "gpt_neo": replace(_GPT2, biased="output mlp"),
+    "gpt_neo": replace(_GPT2, biased="output mlp", cannot="context"),
     "gpt_neox": ModelKind(
         matrices=2, inner=4, gains=4, final_gains=2, biased="mlp", bias_keys={"attention_bias": (_ATTENTION, True)}
     ),
-    "gptj": _GPTJ,
+    "gptj": replace(_GPTJ, cannot="context"),
     "granite": _LLAMA,
     "helium": replace(_LLAMA, head_dim=128),
-    "hunyuan_v1_dense": replace(_PLAIN, normed="head", kv_heads=32),
+    "hunyuan_v1_dense": replace(_PLAIN, normed="head", kv_heads=32, cannot="tensor rows"),  # by its plan only the head is
     "hyperclovax": replace(_LLAMA, gains=4),
     "jais2": ModelKind(
         matrices=2,
@@ -126,8 +134,8 @@ KINDS: dict[str, ModelKind] = {
     "llama": _LLAMA,
     "ministral3": ModelKind(kv_heads=8, head_dim=128),
     "mistral": ModelKind(kv_heads=8),
-    "mpt": ModelKind(matrices=2, inner=4, rotary=False, tied=True),
-    "nanochat": replace(_PLAIN, matrices=2, gains=0, final_gains=0),
+    "mpt": ModelKind(matrices=2, inner=4, rotary=False, tied=True, cannot="tensor context"),  # biases by distance
+    "nanochat": replace(_PLAIN, matrices=2, gains=0, final_gains=0, cannot="stages"),  # one norm is before blocks and after
     "nemotron": replace(_LLAMA, matrices=2, gains=4, final_gains=2, head_dim=128),
     "olmo": replace(_PLAIN, gains=0, final_gains=0),
     "olmo2": _OLMO2,

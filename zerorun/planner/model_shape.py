@@ -58,7 +58,8 @@ class ModelShape:
     ``gains``: vectors of norms in a block. ``biases``: of layers: "qkv", "attention", "mlp" or "all". ``positions``: those
     of a table of positions. ``rotary``: bytes of buffers for rotary positions. ``normed``: queries and keys have a norm, of
     each "head", or of "all" heads together. ``sinks``: each head has a score of its own. ``latent``: narrow attention.
-    ``whole``: by the model's own plan, tensor ranks do not divide its attention or its shared experts.
+    ``whole``: by the model's own plan, tensor ranks do not divide its attention or its shared experts. ``cannot``: what of
+    ``model_kinds.FEATURES`` zerorun refuses for the model.
 
     Of a mixture: ``shared_ffn``: the width of what all tokens go through beside experts; ``shared_gate``: it has a gate.
     ``dense_layers``: how many of the first blocks have an MLP of the width ``dense_ffn`` in place of experts.
@@ -84,6 +85,7 @@ class ModelShape:
     normed: str = ""
     sinks: bool = False
     whole: bool = False
+    cannot: frozenset[str] = frozenset()
     latent: LatentAttention | None = None
     shared_ffn: int = 0
     shared_gate: bool = False

@@ -27,6 +27,8 @@ _LARGEST_MICRO_BATCH = 64  # sequences
 _CHUNKS = (1, 2, 3, 4, 6, 8)
 _MOST_GPUS = 1 << 15  # that are looked at for the least that fits
 _LONG = 16384  # tokens from which on sequences are divided
+_FP8_SIDE = 16  # of which fp8 needs multiples (plan/float8_layers.py, which imports torch)
+_NOT_LINEAR = ("router", "router bias", "down bias")  # of experts: parameters
 # What is computed again, the least first. A compiled block does not show its single operations.
 _ORDER, _COMPILED_ORDER = ("none", "selective", "full"), ("none", "every_n", "full")
 
@@ -176,16 +178,21 @@ def fits(memory: Footprint, cluster: Cluster) -> bool:
 
 
 def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCandidate]:
-    """Yield all degrees, stages and micro-batches that divide what they have to divide."""
+    """Yield all degrees, stages and micro-batches that divide what they have to divide, and that zerorun takes.
+
+    Raises ConfigError if zerorun does not take the precision.
+    """
+    _refuse_fp8(shape, goal)
     batch, gpus = goal.batch_on(cluster.gpus), cluster.gpus
     inside = cluster.per_node
     for tensor in divisors(inside):
-        if gpus % tensor or not _divides(shape, tensor):
+        if gpus % tensor or not _divides(shape, tensor) or (goal.precision == "fp8" and odd_layer(shape, tensor)):
             continue
         for pipe in divisors(gpus // tensor):
-            if pipe > shape.layers:
+            if pipe > shape.layers or (pipe > 1 and "stages" in shape.cannot):
                 break
-            for context in divisors(inside // tensor) if goal.sequence >= _LONG else (1,):
+            divides_sequences = goal.sequence >= _LONG and "context" not in shape.cannot
+            for context in divisors(inside // tensor) if divides_sequences else (1,):
                 data = gpus // (tensor * pipe * context)
                 if gpus % (tensor * pipe * context) or shape.heads % (tensor * context) or batch % data:
                     continue
@@ -197,7 +204,7 @@ def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCand
                     sequence=goal.sequence,
                     precision=goal.precision,
                     # Elsewhere sequences are divided already, or it is not known what blocks do with rows.
-                    sequence_parallel=tensor > 1 and context == 1 and shape.experts == 1,
+                    sequence_parallel=tensor > 1 and context == 1 and shape.experts == 1 and "rows" not in shape.cannot,
                     kernels=goal.kernels,
                     hides=goal.hides,
                     wire_bytes=2 if goal.precision == "bf16-pure" else 4,
@@ -205,9 +212,29 @@ def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCand
                 yield from _stages(shape, cluster, goal, base, batch // data)
 
 
+def _refuse_fp8(shape: ModelShape, goal: Goal) -> None:
+    """Raise ConfigError if the layers of ``shape`` should multiply in fp8 and cannot."""
+    odd = odd_layer(shape, 1)
+    if goal.precision == "fp8" and ("fp8" in shape.cannot or odd):
+        reason = "is for nn.Linear, which the linear layers of the model are not."
+        if odd:
+            reason = f"needs sides that are multiples of {_FP8_SIDE}, and {odd!r} has others."
+        raise ConfigError([ConfigProblem("goal.precision", "fp8", reason, "use bf16.")], "goal")
+
+
+def odd_layer(shape: ModelShape, tensor: int) -> str:
+    """Return the name of a linear layer of which a tensor rank has a part that fp8 cannot multiply; "" if there is none."""
+    for kind in shape.kinds:
+        for weight in kind.block:
+            linear = len(weight.shape) == 2 and not weight.expert and weight.name not in _NOT_LINEAR
+            if linear and any(side % _FP8_SIDE for side in weight.on_rank(tensor)):
+                return weight.name
+    return ""
+
+
 def _divides(shape: ModelShape, tensor: int) -> bool:
     """True if tensor ranks can divide all of a block."""
-    if shape.whole and tensor > 1:
+    if tensor > 1 and (shape.whole or "tensor" in shape.cannot):
         return False
     widths = [width for kind in shape.kinds for width in (kind.ffn, kind.shared_ffn)]
     return not any(width % tensor for width in (shape.heads, shape.kv_heads, *widths))
