@@ -4203,6 +4203,8 @@ MUTANTS = (
         "        return _local_ranks() * sum(self.bytes_in(other) for other in self.folders if disk_of(other) == disk)",
         "        return _local_ranks() * self.bytes_in(folder)",
         ("tests/ranks/test_nvme.py", "-k", "share_its_room"),
+    ),
+    Mutant(
         "changed-blocks-are-tried-on-a-copy",
         "stale",
         "zerorun/tensor_parallel/infer.py",
