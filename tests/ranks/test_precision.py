@@ -353,3 +353,43 @@ def accumulate_tiny(stage: int) -> float:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tiny_gradients_accumulate_in_fp32(stage: int) -> None:
     assert run_ranks(2, accumulate_tiny, stage) == [(256 + 255 * 0.5) / 256] * 2
+
+
+ACCUMULATED = 8
+
+
+def gradients_on_an_fp16_wire(zero: dict[str, Any], way: str) -> list[float]:
+    """The first element of a gradient, and its norm. ``way``: how the step got its number of micro-batches."""
+    config = make_config(**zero, accumulation=ACCUMULATED, optimizer="SGD", communication_data_type="fp16")
+    if way == "resized":
+        config["gradient_accumulation_steps"] = 1
+    if way == "by the loop":
+        config["managed_gradient_accumulation"] = False
+    topology = shared_topology(zero.get("zero_optimization", {}).get("shard_degree"))
+    engine = zerorun.initialize(Scalar(), config, topology=topology)
+    if way == "resized":
+        engine.set_train_batch_size(2 * ACCUMULATED * dist.get_world_size())
+    for micro in range(ACCUMULATED):
+        engine.backward(engine(torch.full((16,), 20_000.0)))
+        if micro < ACCUMULATED - 1 and way != "by the loop":
+            engine.step()
+    gradient = zerorun.zero.safe_get_full_grad(engine.module.weight)
+    engine.step()
+    norm = engine.get_global_grad_norm()
+    engine.destroy()
+    assert gradient is not None
+    assert norm is not None
+    return [float(gradient[0]), norm]
+
+
+@pytest.mark.parametrize("way", ["managed", "by the loop", "resized"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_accumulated_gradients_fit_an_fp16_wire(stage: int, way: str) -> None:
+    for found in run_ranks(2, gradients_on_an_fp16_wire, {"stage": stage}, way):
+        assert found == [20_000.0, 80_000.0]
+
+
+def test_accumulated_gradients_fit_an_fp16_wire_between_replicas() -> None:
+    settings = {"stage": 3, "zero_optimization": {"shard_degree": 2}}
+    for found in run_ranks(4, gradients_on_an_fp16_wire, settings, "managed"):
+        assert found == [20_000.0, 80_000.0]

@@ -1,4 +1,11 @@
-"""Communicator: the collectives of one engine, over the axes of its topology, and the channels of its parameters."""
+"""Communicator: the collectives of one engine, over the axes of its topology, and the channels of its parameters.
+
+[Note: sums in fp16]
+Gradients travel undivided: see [Note: one divisor] in engine/accumulation.py. In fp16, which ends at 65,504, the sum over
+the micro-batches of a step could overflow where each of them does not. So gradients are multiplied by 1/p before they are
+rounded to fp16, and by p when they are summed. p is the smallest power of two that is not below the accumulation steps:
+apart from that rounding, no digit changes.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +43,11 @@ class Channels:
 
     def __init__(self, shard: Transport, replicate: Transport, wire_dtype: torch.dtype) -> None:
         self.shard, self.replicate, self._wire_dtype = shard, replicate, wire_dtype
+        self._raised = 1.0  # by this factor when they have been summed: see [Note: sums in fp16]
+
+    def expect_micro_batches(self, count: int) -> None:
+        """Let gradients that are sums over ``count`` micro-batches fit the dtype in which they are sent."""
+        self._raised = 2.0 ** (count - 1).bit_length() if self._wire_dtype == torch.float16 else 1.0
 
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         """Replace ``tensor``, in place, by that of the family's first rank. For set-up."""
@@ -58,12 +70,15 @@ class Channels:
         ``out`` may be this rank's part of ``full`` if not ``accumulate``. What is sent has dtype ``wire_dtype``; with
         ``codes``, it is those over the shard axis. What is in ``full`` afterwards is of no use.
         """
-        whole, statistics = self.replicate.size == 1, self.shard.statistics
+        statistics, raised = self.shard.statistics, self._raised
+        whole = self.replicate.size == 1 and (raised == 1.0 or self.shard.size == 1 or codes is not None)
         own = out if whole else full[bounds[self.shard.rank] : bounds[self.shard.rank + 1]]
         adds = accumulate and whole
         if codes is not None:
             inner = reduce_scatter_codes(self.shard, codes, full, own, label, accumulate=adds)
         else:
+            if not whole and raised != 1.0:
+                full.mul_(1.0 / raised)
             inner = self.shard.reduce_scatter(full, bounds, own, label, accumulate=adds, wire_dtype=self._wire_dtype)
         if whole:
             return inner
@@ -71,9 +86,14 @@ class Channels:
         if codes is None:
             total = self.replicate.sum_after(inner, own, over_replicas, self._wire_dtype)
         else:  # which are added up by the program, when it waits
-            more = partial(self.replicate.all_reduce, own, over_replicas, self._wire_dtype)
-            total = Pending(statistics, over_replicas, [inner], more)
-        return Pending(statistics, label, [total], lambda: store(own, out, accumulate), inner.go_on)
+            total = Pending(statistics, over_replicas, [inner], partial(self._sum_over_replicas, own, over_replicas))
+        return Pending(statistics, label, [total], lambda: store(own, out, accumulate, raised), inner.go_on)
+
+    def _sum_over_replicas(self, decoded: torch.Tensor, label: str) -> None:
+        """Sum what was ``decoded`` from codes over replicas, in place, times 1/p: it comes undivided."""
+        if self._raised != 1.0:
+            decoded.mul_(1.0 / self._raised)
+        self.replicate.all_reduce(decoded, label, self._wire_dtype)
 
     # -- memory that ranks read of one another -------------------------------------------------------------------
 
@@ -168,6 +188,11 @@ class Communicator:
     def of(self, family: Family) -> Channels:
         """The channels of a family of parameters."""
         return self._channels[family]
+
+    def expect_micro_batches(self, count: int) -> None:
+        """From now on a step has ``count`` micro-batches. All ranks must call it between steps."""
+        for channels in self._channels.values():
+            channels.expect_micro_batches(count)
 
     def sum_over_axis(self, parts: Sequence[torch.Tensor], axis: str, label: str = "") -> None:
         """Sum fp32 tensors [numel] over the ranks of ``axis``, in place and in one message.

@@ -95,10 +95,12 @@ def stretch_bytes(numel: int, dtype: torch.dtype) -> int:
     return aligned_bytes(min(STRETCH, numel) * dtype.itemsize)
 
 
-def store(value: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
-    """Set ``out`` to ``value``, or add it."""
+def store(value: torch.Tensor, out: torch.Tensor, accumulate: bool, factor: float = 1.0) -> None:
+    """Set ``out`` to ``value`` times ``factor``, or add it."""
     if accumulate:
-        out.add_(value)
+        out.add_(value, alpha=factor)
+    elif factor != 1.0:
+        torch.mul(value, factor, out=out)
     elif value.data_ptr() != out.data_ptr():
         out.copy_(value)
 
