@@ -4250,4 +4250,20 @@ MUTANTS = (
         "",
         ("tests/ranks/test_precision.py", "-k", "fp16_wire"),
     ),
+    Mutant(
+        "changed-sizes-are-not-in-force",
+        "stale",
+        "zerorun/engine/reports.py",
+        '        return found | {key: EffectiveValue(size, "derived", note) for key, size in changed.items()}',
+        "        return found",
+        ("tests/ranks/test_loop_queries.py", "-k", "may_grow"),
+    ),
+    Mutant(
+        "changed-sizes-are-not-counted",
+        "stale",
+        "zerorun/engine/batches.py",
+        "            self.observer.expect_samples(batch.train)",
+        "            pass",
+        ("tests/ranks/test_monitors.py", "-k", "that_grow"),
+    ),
 )

@@ -88,6 +88,12 @@ def plain_ramp() -> Result:
     return result
 
 
+def sizes_in_force(engine: zerorun.Engine) -> tuple[int, ...]:
+    """As ``get_batch_info``, by ``effective_config``."""
+    found, names = engine.effective_config(), ("train_batch_size", "train_micro_batch_size_per_gpu")
+    return tuple(found[name].value for name in (*names, "gradient_accumulation_steps"))
+
+
 def ramp(stage: int, folder: str) -> tuple[Result, list[int]]:
     engine = make_engine(
         CASES["plain"], make_config(stage), lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5)
@@ -95,7 +101,7 @@ def ramp(stage: int, folder: str) -> tuple[Result, list[int]]:
     result, samples = Result(), []
     for count, step in RAMP:
         engine.set_train_batch_size(4 * count)
-        assert engine.get_batch_info() == (4 * count, 2, count)
+        assert engine.get_batch_info() == sizes_in_force(engine) == (4 * count, 2, count)
         for micro in range(count):
             engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), step, micro)))
             if micro == 1:
@@ -112,7 +118,7 @@ def ramp(stage: int, folder: str) -> tuple[Result, list[int]]:
         engine.set_train_batch_size(6)
     engine.save_checkpoint(folder)
     engine.set_train_micro_batch_size(1)
-    assert engine.get_batch_info() == (4, 1, 2)
+    assert engine.get_batch_info() == sizes_in_force(engine) == (4, 1, 2)
     engine.load_checkpoint(folder)
     samples.append(engine.global_samples)
     result.weights = engine.state_dict()

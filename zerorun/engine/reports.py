@@ -26,6 +26,7 @@ from ..zero.runtime import Runtime
 from ..zero.sharded_model import ShardedModel
 from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit
+from .accumulation import Accumulation
 
 
 class Reports:
@@ -35,6 +36,7 @@ class Reports:
     config: Config
     topology: Topology
     sharded_model: ShardedModel
+    accumulation: Accumulation
 
     @property
     def plan(self) -> ShardingPlan:
@@ -97,9 +99,17 @@ class Reports:
     def effective_config(self) -> dict[str, EffectiveValue]:
         """Return the settings in force, by dotted key: value, source ("file", "auto", "derived", "default"), and a note.
 
-        If a key of the file has no effect in this run, its note gives the reason.
+        If a key of the file has no effect in this run, its note gives the reason. Batch sizes are those of the next step.
         """
-        return self.config.effective()
+        found, batch = self.config.effective(), self.accumulation.batch
+        sizes = {
+            "train_batch_size": batch.train,
+            "train_micro_batch_size_per_gpu": batch.micro,
+            "gradient_accumulation_steps": batch.accumulation,
+        }
+        note = "the training loop has changed it."
+        changed = {key: size for key, size in sizes.items() if size != found[key].value}
+        return found | {key: EffectiveValue(size, "derived", note) for key, size in changed.items()}
 
     def communication_report(self) -> dict[str, dict[str, int]]:
         """Return the calls made and bytes sent by this rank so far, by label (unit and phase)."""
