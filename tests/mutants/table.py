@@ -4266,4 +4266,12 @@ MUTANTS = (
         "            pass",
         ("tests/ranks/test_monitors.py", "-k", "that_grow"),
     ),
+    Mutant(
+        "settings-of-a-destroyed-engine-come-back",
+        "stale",
+        "zerorun/activations/checkpointing.py",
+        "        _use([layer for layer in _current.layers if layer is not self._settings])",
+        "        _use(_current.layers[:-1] if _current.settings is self._settings else _current.layers)",
+        ("tests/unit/test_activation_checkpointing_calls.py", "-k", "do_not_come_back"),
+    ),
 )

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import zerorun
 from zerorun.activations import blocks, host_pool, selective
+from zerorun.activations.blocks import Recompute
 from zerorun.activations.checkpointing import checkpoint, configure, is_configured, kept_bytes, reset
 from zerorun.activations.host_pool import HostPool
 from zerorun.activations.region import Selection, run
@@ -85,7 +86,7 @@ def _no_settings_left() -> Iterator[None]:
     from zerorun.activations import checkpointing
 
     checkpointing._current.configured = False
-    checkpointing._use(checkpointing.Recompute())
+    checkpointing._use([checkpointing.Recompute()])
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------
@@ -317,6 +318,26 @@ def test_configure_reads_the_file_and_the_argument_wins(monkeypatch: pytest.Monk
     assert torch.equal(found, torch.autograd.grad(block(x).sum(), x)[0])
     configure(deepspeed_config=section, checkpoint_in_cpu=False)
     assert checkpointing._current.settings.pool is None
+
+
+def test_settings_of_an_engine_that_is_gone_do_not_come_back() -> None:
+    from zerorun.activations import checkpointing
+
+    before = checkpointing._current.settings
+    one, other = Recompute("selective"), Recompute("full")
+    for order in ((0, 1), (1, 0)):
+        adopted = [checkpointing.Adopted(one), checkpointing.Adopted(other)]
+        adopted[order[0]].remove()
+        assert checkpointing._current.settings is (other, one)[order[0]]
+        adopted[order[1]].remove()
+        assert checkpointing._current.settings is before
+    adopted = [checkpointing.Adopted(one)]
+    configure()
+    chosen = checkpointing._current.settings
+    adopted += [checkpointing.Adopted(other)]
+    for each in adopted:
+        each.remove()
+    assert checkpointing._current.settings is chosen
 
 
 def test_gradients_of_gradients() -> None:

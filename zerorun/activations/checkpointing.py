@@ -30,9 +30,14 @@ class _Current:
     """The settings of ``checkpoint``. DeepSpeed's functions have no object to keep them in."""
 
     def __init__(self) -> None:
-        self.settings = Recompute()
+        self.layers = [Recompute()]  # what applies, below it that of engines that still exist, and the first
         self.configured = False
         self.selections: weakref.WeakKeyDictionary[Any, Selection] = weakref.WeakKeyDictionary()  # by _kind
+
+    @property
+    def settings(self) -> Recompute:
+        """What applies."""
+        return self.layers[-1]
 
 
 _current = _Current()
@@ -42,18 +47,18 @@ class Adopted:
     """Applies the settings of an engine to ``checkpoint`` until ``remove`` is called."""
 
     def __init__(self, settings: Recompute) -> None:
-        self._settings, self._before = settings, _current.settings
-        _use(settings)
+        self._settings = settings
+        _use([*_current.layers, settings])
 
     def remove(self) -> None:
-        """Restore the previous settings, unless others have been applied in the meantime."""
-        if _current.settings is self._settings:
-            _use(self._before)
+        """Let those settings apply that did so before, or have been applied since; none of a removed one come back."""
+        _use([layer for layer in _current.layers if layer is not self._settings])
 
 
-def _use(settings: Recompute) -> None:
-    _current.settings = settings
-    _current.selections.clear()
+def _use(layers: list[Recompute]) -> None:
+    before, _current.layers = _current.settings, layers
+    if _current.settings is not before:
+        _current.selections.clear()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -97,7 +102,7 @@ def configure(
     section = load_config(deepspeed_config).activation_checkpointing if deepspeed_config is not None else None
     in_cpu = checkpoint_in_cpu if checkpoint_in_cpu is not None else section is not None and section.cpu_checkpointing
     policy = section.policy if section is not None else _current.settings.policy
-    _use(Recompute(policy, pool=HostPool(default_device()) if in_cpu else None))
+    _use([Recompute(policy, pool=HostPool(default_device()) if in_cpu else None)])
     _current.configured = True
 
 
