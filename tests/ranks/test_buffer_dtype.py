@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import run_ranks
 from models import Case, Mlp
+from torch import nn
 from training import make_config, make_engine
 
 from zerorun.log import logger
@@ -50,10 +51,32 @@ class Positions(Mlp):
         return super().forward(x + self.positions)
 
 
-def added(dtype: str | None) -> list[str]:
+class Normed(Mlp):
+    """BatchNorm refuses running means of another dtype, and spectral norm vectors of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+class Spectral(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(8))
+        self.norm = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.norm(x))
+
+
+def added(dtype: str | None, kind: type[nn.Module] = Positions) -> list[str]:
     """The notes at the error, if there is one. Python 3.10 has no notes, and there they are logged."""
     section = {"data_types": {"buffer_dtype": dtype}} if dtype is not None else {}
-    case = Case("positions", Positions, lambda model, place: model(torch.ones(2, 8)).sum())
+    case = Case("buffers", kind, lambda model, place: model(torch.ones(2, 8)).sum())
     engine = make_engine(case, make_config(2, precision="bf16", **section))
     notes: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -71,3 +94,14 @@ def test_an_error_over_dtypes_names_buffers() -> None:
     for (note,) in run_ranks(2, added, None):
         assert "torch.bfloat16: 'positions' (torch.float32). What" in note and '{"buffer_dtype": "bf16"}' in note
     assert run_ranks(2, added, "bf16") == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [(Normed, ("norm.running_mean", "norm.running_var")), (Spectral, ("norm.parametrizations.weight.0._u",))],
+)
+def test_an_error_over_dtypes_names_what_a_layer_keeps(kind: type[nn.Module], names: tuple[str, ...]) -> None:
+    for (note,) in run_ranks(2, added, None, kind):
+        assert all(f"{name!r} (torch.float32)" in note for name in names)
+        assert "'scale'" not in note, "it has nothing to do with the error"
+    assert run_ranks(2, added, "bf16", kind) == [[], []]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -420,11 +421,15 @@ class Engine(CurvatureTaking):
 
 
 def _name_buffers(error: RuntimeError, module: nn.Module, dtype: torch.dtype) -> None:
-    """Add to an error over dtypes which buffers may be the cause: what one is added to gets its dtype."""
+    """Add to an error over dtypes which buffers may be the cause: what one is added to gets its dtype.
+
+    They are the tables, and what the layer has in which the error was raised, such as running means.
+    """
+    inside = {id(buffer) for buffer in _where_it_was_raised(error, module).buffers(recurse=False)}
     found = [
         f"{name!r} ({buffer.dtype})"
         for name, buffer in module.named_buffers()
-        if buffer.is_floating_point() and buffer.dtype != dtype and buffer.dim() > 1
+        if buffer.is_floating_point() and buffer.dtype != dtype and (buffer.dim() > 1 or id(buffer) in inside)
     ]
     if not found:
         return
@@ -437,6 +442,13 @@ def _name_buffers(error: RuntimeError, module: nn.Module, dtype: torch.dtype) ->
         error.add_note(note)
     else:  # Python 3.10
         logger.warning(note)
+
+
+def _where_it_was_raised(error: BaseException, module: nn.Module) -> nn.Module:
+    """The innermost module in whose call ``error`` was raised; ``module`` if that is not known."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    called = [found for frame in frames if isinstance(found := frame.f_locals.get("self"), nn.Module)]
+    return called[-1] if called else module
 
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
