@@ -4282,4 +4282,12 @@ MUTANTS = (
         "        if buffer.is_floating_point() and buffer.dtype != dtype and buffer.dim() > 1",
         ("tests/ranks/test_buffer_dtype.py", "-k", "what_a_layer_keeps"),
     ),
+    Mutant(
+        "shared-parameters-get-two-engines",
+        "swallowed",
+        "zerorun/engine/initialize.py",
+        "            refuse_shared_parameters(model)",
+        "",
+        ("tests/ranks/test_foreign_values.py", "-k", "a_parameter_has_one_engine"),
+    ),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -68,6 +69,36 @@ def test_a_module_has_one_engine_at_a_time(stage: int, how: str) -> None:
     for kind, text in run_ranks(2, second_engine, stage, how):
         assert kind == "ModelError"
         for word in ("belongs to an engine already", "destroy()", "anew"):
+            assert word in text
+
+
+def second_engine_with_a_shared_parameter(stage: int, frozen: bool) -> tuple[Any, ...]:
+    """What is said of it. Both engines train if each has its own."""
+    model, other = build(), build()
+    shared = model.blocks[1]
+    shared.weight.requires_grad_(not frozen)
+    other.blocks[0].weight = shared.weight
+    first = zerorun.initialize(model, make_config(stage))
+    step(first)
+    answer = attempt(lambda: zerorun.initialize(other, make_config(stage)))
+    assert step(first) > step(first), "the first engine goes on"
+    other.blocks[0] = copy.deepcopy(other.blocks[1])
+    second = zerorun.initialize(other, make_config(stage))
+    for engine in (first, second):
+        assert step(engine) > step(engine)
+        engine.destroy()
+    third = zerorun.initialize(model, make_config(stage))  # whose parameters are free again
+    third.destroy()
+    return answer
+
+
+@pytest.mark.parametrize("frozen", (False, True))
+@pytest.mark.parametrize("stage", (0, 3))
+def test_a_parameter_has_one_engine_at_a_time(stage: int, frozen: bool) -> None:
+    for kind, text in run_ranks(2, second_engine_with_a_shared_parameter, stage, frozen):
+        assert kind == "ModelError"
+        name = "'blocks.0.weight', frozen," if frozen else "'blocks.0.weight'"
+        for word in (f"parameter {name} is 'blocks.1.weight' of another engine's model", "deepcopy", "destroy()"):
             assert word in text
 
 

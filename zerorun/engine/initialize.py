@@ -86,7 +86,7 @@ from ..zero.outside_step import OutsideStep
 from ..zero.part_sums import PartSums
 from ..zero.pieces import OptimizerPiece, build_pieces
 from ..zero.runtime import Removable, Runtime, refuse_managed
-from ..zero.sharded_model import ShardedModel
+from ..zero.sharded_model import ShardedModel, refuse_shared_parameters
 from ..zero.sharded_optimizer import PiecesInFp32, ShardedOptimizer, refuse_new_group
 from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
 from ..zero.unit import Unit, links_of
@@ -148,6 +148,7 @@ def initialize(
     def read() -> tuple[Config, RawOptimizer]:
         if isinstance(model, nn.Module):
             refuse_managed(model)
+            refuse_shared_parameters(model)
         return take_in(model, config, args, *given)
 
     wanted, raw = _agree(read)

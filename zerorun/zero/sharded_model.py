@@ -15,7 +15,7 @@ from torch import nn
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ModelError
 from ..plan.weights import named_members
 from .away import GRADIENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup
@@ -336,6 +336,23 @@ def home_of(param: torch.Tensor) -> tuple[ShardedModel, ParameterHome] | None:
         if home is not None and home.flat_group.params[home.entry] is param:
             return model, home
     return None
+
+
+def refuse_shared_parameters(module: nn.Module) -> None:
+    """Raise ModelError if a parameter of ``module`` is one of another engine's model, frozen or not.
+
+    An engine lets each parameter be a view of memory of its own. The other one would go on without it.
+    """
+    for name, param in module.named_parameters():
+        found = home_of(param)
+        if found is not None:
+            frozen = "" if param.requires_grad else ", frozen,"
+            raise ModelError(
+                f"parameter {name!r}{frozen} is {found[1].name!r} of another engine's model, too, and each engine keeps "
+                "its parameters in memory of its own. Remedy: before initialize(), give one model a copy (module.part = "
+                "copy.deepcopy(module.part)); train what both change as one module, by one engine; or call destroy() of "
+                "the other engine first."
+            )
 
 
 def find(param: torch.Tensor, *kinds: StateKind) -> tuple[ShardedModel, ParameterHome] | None:
