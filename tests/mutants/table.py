@@ -4290,4 +4290,12 @@ MUTANTS = (
         "",
         ("tests/ranks/test_foreign_values.py", "-k", "a_parameter_has_one_engine"),
     ),
+    Mutant(
+        "schedules-are-not-tried",
+        "swallowed",
+        "zerorun/optim/lr_schedules.py",
+        "            schedule.step()",
+        "            pass",
+        ("tests/unit/test_config_intake.py", "-k", "wrong_schedule"),
+    ),
 )

@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import run_ranks
 from test_bad_input import attempt
-from test_foreign_values import build, step
+from test_foreign_values import build, data, step
 from torch import nn
 from torch.optim import lr_scheduler
 from training import make_config
@@ -144,6 +144,51 @@ def rates(make: Callable[[torch.optim.Optimizer], Any], takes: str) -> list[floa
 @pytest.mark.parametrize("takes", ("an instance", "a callable"))
 def test_schedules_of_the_optimizer_count(make: Callable[[torch.optim.Optimizer], Any], takes: str) -> None:
     assert run_ranks(2, rates, make, takes) == [[0.5, 0.25, 0.125]] * 2
+
+
+ONE_CYCLE = {"max_lr": 0.5, "total_steps": 2, "cycle_momentum": False}
+
+
+def beyond_the_end(stage: int) -> tuple[tuple[str, str], dict[str, torch.Tensor]]:
+    """What a step says for which the schedule has no rate, and the weights after that and two more with its last one."""
+    config = make_config(stage, optimizer="SGD", scheduler={"type": "OneCycleLR", "params": ONE_CYCLE})
+    config["optimizer"]["params"] = {"lr": 0.1}
+    engine = zerorun.initialize(build(), config)
+    for _ in range(2):
+        step(engine)
+    answer = attempt(lambda: step(engine))
+    assert engine.was_step_applied() and engine.global_steps == 3
+    engine.lr_scheduler = None
+    for _ in range(2):
+        step(engine)
+    weights = engine.state_dict()
+    engine.destroy()
+    return answer, weights
+
+
+def plainly_beyond_the_end() -> dict[str, torch.Tensor]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = lr_scheduler.OneCycleLR(optimizer, **ONE_CYCLE)
+    for number in range(5):
+        optimizer.zero_grad()
+        (sum(model(data(rank)) for rank in range(2)) / 2).backward()
+        optimizer.step()
+        if number < 2:
+            schedule.step()
+    return model.state_dict()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("stage", (1, 3))
+def test_a_schedule_that_ends_too_early_says_so_after_the_update(stage: int) -> None:
+    wanted = plainly_beyond_the_end()
+    for (kind, text), weights in run_ranks(2, beyond_the_end, stage):
+        assert kind == "StepError"
+        for word in ("OneCycleLR", "after the weights were updated", "Tried to step 3 times", "engine.lr_scheduler = None"):
+            assert word in text
+        for name, weight in wanted.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6)
 
 
 # -- states that are there from the start --------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from training import make_config, make_engine, merged
 import zerorun
 from zerorun.distributed.device import Reading
 from zerorun.engine.engine import COMPARED_STEPS
+from zerorun.errors import StepError
 
 CASE = Case("plain", lambda: Gpt(2))
 SKIPPED = (True, False, True, True, False, True, False, False)
@@ -434,7 +435,7 @@ def schedule_ends() -> list[Any]:
             engine = make_engine(CASE, config)
             step(engine, 0)
             step(engine, 1)
-            with pytest.raises(ValueError, match="Tried to step 3 times"):
+            with pytest.raises(StepError, match="Tried to step 3 times"):
                 step(engine, 2)
             found.append((engine.was_step_applied(), engine.global_steps, engine.get_global_grad_norm()))
             engine.destroy()

@@ -30,8 +30,9 @@ class Layers(nn.Module):
         return self.head(x).mean()
 
 
-def data() -> torch.Tensor:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank()))
+def data(rank: int | None = None) -> torch.Tensor:
+    """That of a rank; None: this one."""
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(dist.get_rank() if rank is None else rank))
 
 
 def build() -> Layers:

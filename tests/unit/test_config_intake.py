@@ -46,6 +46,11 @@ def notes(config: dict[str, Any], **others: Any) -> dict[str, str]:
         ({"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}, "params.warmup_max_lr"),
         ({"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": -1}}, "params.total_steps"),
         ({"type": "CosineAnnealingLR", "params": {"T_max": "auto"}}, "params.T_max"),
+        ({"type": "StepLR", "params": {"step_size": "2"}}, "params.step_size"),
+        ({"type": "StepLR", "params": {"step_size": 0}}, "params"),  # which only the first step divides by
+        ({"type": "MultiStepLR", "params": {"milestones": [2, "4"]}}, "params.milestones"),
+        ({"type": "CyclicLR", "params": {"base_lr": 0.1, "max_lr": 1, "step_size_up": "9"}}, "params.step_size_up"),
+        ({"type": "OneCycleLR", "params": {"max_lr": 0.1, "total_steps": "9"}}, "params.total_steps"),
     ],
 )
 @pytest.mark.parametrize("optimizer", [None, lambda params: SGD(params, lr=0.1)])

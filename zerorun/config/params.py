@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, create_model
 
-from zerorun.config.fields import Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, fail
+from zerorun.config.fields import Flag, Inert, Int, LowerCase, PerGroup, Real, Refused, Section, Text, fail
 from zerorun.errors import ConfigProblem, did_you_mean
 
 
@@ -40,6 +40,12 @@ def _numbers(value: object, count: str, example: list[float]) -> list[float]:
     return list(value)  # type: ignore[call-overload, no-any-return]
 
 
+def _milestones(value: object) -> list[int]:
+    if not isinstance(value, (list, tuple)) or not all(type(item) is int for item in value):
+        fail("must be a list of whole numbers of steps.", "Write for example [1000, 2000].")
+    return list(value)
+
+
 def _adafactor_eps(value: object) -> list[float | None]:
     valid = isinstance(value, (list, tuple)) and len(value) == 2 and type(value[1]) in (int, float)
     if not valid or not (value[0] is None or type(value[0]) in (int, float)):  # type: ignore[index]
@@ -56,6 +62,7 @@ def _below_one(value: Any) -> Any:
 NonNegative = Annotated[Real, Field(ge=0)]
 Betas = Annotated[list[float], BeforeValidator(_betas)]
 TwoNumbers = Annotated[list[float], BeforeValidator(_two_numbers)]
+Milestones = Annotated[list[int], BeforeValidator(_milestones)]
 ThreeNumbers = Annotated[list[float], BeforeValidator(_three_numbers)]
 Steps = Annotated[Int, Field(ge=0)]
 SomeSteps = Annotated[Int, Field(ge=1)]
@@ -270,9 +277,28 @@ def _of_torch(numbers: str, flags: str, base: type[Section] = DecayParams, **oth
     return create_model("TorchOptimizerParams", __base__=base, **keywords)
 
 
+def _kinds_of_schedules(**names: str) -> dict[str, Any]:
+    """Keyword -> kind. ``names``: the keywords of each kind."""
+    kinds: dict[str, Any] = {"real": Real, "whole": Int, "flag": Flag, "text": Text, "rates": PerGroup, "steps": Milestones}
+    return {name: kinds[kind] for kind, listed in names.items() for name in listed.split()}
+
+
+# Torch takes strings for some of these, and stumbles over them in a later step, or never comes to the steps that they name.
+_SCHEDULE_KINDS = _kinds_of_schedules(
+    real="gamma factor start_factor end_factor power eta_min pct_start div_factor final_div_factor T_max total_iters "
+    "step_size_up step_size_down",
+    whole="step_size T_0 T_mult total_steps epochs steps_per_epoch last_epoch",
+    flag="cycle_momentum three_phase",
+    text="mode scale_mode anneal_strategy",
+    rates="base_lr max_lr base_momentum max_momentum",
+    steps="milestones",
+)
+
+
 def _torch_schedule(required: str, others: str) -> type[ScheduleParams]:
-    """Make the keywords of a class of torch.optim.lr_scheduler, which checks their values itself."""
-    keywords: dict[str, Any] = dict.fromkeys([*required.split(), *others.split(), "last_epoch"], (Any, None))
+    """Make the keywords of a class of torch.optim.lr_scheduler, which checks itself what only it can know of them."""
+    names = [*required.split(), *others.split(), "last_epoch"]
+    keywords: dict[str, Any] = {name: (_SCHEDULE_KINDS.get(name, Any) | None, None) for name in names}
     made = create_model("TorchScheduleParams", __base__=ScheduleParams, **keywords)
     made.required = tuple(required.split())
     return made

@@ -319,13 +319,19 @@ class Engine(CurvatureTaking):
             step.take_back.append(model.optimizer.take_back)
             self.history.expect(step)
             if self.lr_scheduler is not None:
-                step.take_back.append(step_reversibly(self.lr_scheduler, model.optimizer.optimizer, **lr_kwargs))
+                try:
+                    step.take_back.append(step_reversibly(self.lr_scheduler, model.optimizer.optimizer, **lr_kwargs))
+                except Exception as error:
+                    raise _schedule_failed(self.lr_scheduler, error) from error
             return
         if decision.outcome.finite:
             self._apply(decision, summary)
         self.history.expect(step)
         if decision.outcome.finite and self.lr_scheduler is not None:
-            self.lr_scheduler.step(**lr_kwargs)
+            try:
+                self.lr_scheduler.step(**lr_kwargs)
+            except Exception as error:
+                raise _schedule_failed(self.lr_scheduler, error) from error
         self.refuse_failed()
 
     def _apply(self, decision: Decision, summary: Summary) -> None:
@@ -418,6 +424,16 @@ class Engine(CurvatureTaking):
                 raise  # of something that the model's own attribute needs
             message = f"neither zerorun's engine nor the model, a {type(module).__name__}, has an attribute {name!r}"
             raise AttributeError(message, name=name, obj=self) from None
+
+
+def _schedule_failed(schedule: Any, error: Exception) -> StepError:
+    """The error for one that ``schedule`` has raised in its step, which comes after the update."""
+    return StepError(
+        f"the learning-rate schedule {type(schedule).__name__} failed after the weights were updated, with "
+        f"{type(error).__name__}: {error}. This step counts, and the optimizer keeps the rates that it has. Remedy: "
+        "correct the schedule, or what it was told, such as its number of steps. To go on here with these rates, set "
+        "engine.lr_scheduler = None, and go on with the next batch."
+    )
 
 
 def _name_buffers(error: RuntimeError, module: nn.Module, dtype: torch.dtype) -> None:

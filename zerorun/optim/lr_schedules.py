@@ -12,6 +12,7 @@ An :class:`LRSchedule` writes those numbers into the parameter groups of an opti
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, fields
@@ -382,6 +383,20 @@ def build_schedule(type: str, params: dict[str, Any], optimizer: Any) -> Any:
     return LRSchedule(optimizer, formula, params.get("last_batch_iteration", -1))
 
 
+def try_schedule(type: str, params: dict[str, Any], optimizer: Any) -> None:
+    """Make the schedule, and take its first step: torch uses some values only there.
+
+    ``optimizer`` stands in for the one that will have it, and is of no use afterwards. Raises ConfigError.
+    """
+    schedule = build_schedule(type, params, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the optimizer has taken no step
+        try:
+            schedule.step()
+        except Exception as error:
+            raise ConfigError([_torch_problem(_name_in_torch(type), params, error)]) from error
+
+
 def _length_problems(formula: Any, groups: int) -> list[ConfigProblem]:
     """Return a problem for each list in ``formula`` that does not have one entry per parameter group."""
     return [
@@ -398,13 +413,16 @@ def _length_problems(formula: Any, groups: int) -> list[ConfigProblem]:
 
 def _build_torch(type: str, params: dict[str, Any], optimizer: Any) -> Any:
     """Make an instance of ``torch.optim.lr_scheduler.<type>``, and turn its errors into configuration problems."""
-    from torch.optim import lr_scheduler
-
-    name = next(item for item in lr_scheduler.__all__ if item.lower() == type.lower())
+    name = _name_in_torch(type)
     try:
-        return getattr(lr_scheduler, name)(optimizer, **params)
+        return getattr(torch.optim.lr_scheduler, name)(optimizer, **params)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise ConfigError([_torch_problem(name, params, error)]) from error
+
+
+def _name_in_torch(type: str) -> str:
+    """The spelling of torch; ``type`` itself for another name."""
+    return next((item for item in torch.optim.lr_scheduler.__all__ if item.lower() == type.lower()), type)
 
 
 def _torch_problem(name: str, params: dict[str, Any], error: Exception) -> ConfigProblem:

@@ -28,7 +28,7 @@ from ..ops.rounding import MasterFormat
 from ..ops.single_pass import Adam8bit, SinglePassOptimizer
 from ..ops.state_format import StateFormat
 from ..optim import muon
-from ..optim.lr_schedules import build_schedule
+from ..optim.lr_schedules import try_schedule
 from ..optim.needs import Needs, makes_states_in_step
 from ..optim.optimizers import (
     as_list,
@@ -95,7 +95,7 @@ def take_in(
     if raw.matrix_dtype is not None:
         wanted = wanted.noting(ConfigNote("optimizer.type", described(raw.groups, raw.params)))
     if raw.groups and wanted.scheduler is not None and not scheduler_given:
-        build_schedule(wanted.scheduler.type, dict(wanted.scheduler.params), _stand_in(raw))
+        try_schedule(wanted.scheduler.type, dict(wanted.scheduler.params), _stand_in(raw))
     return wanted, raw
 
 
