@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from .job_plan import JobOptions, LaunchRequest
 
 USAGE_STATUS = 2  # the job was refused before a worker was started
-_MODE = "ZERORUN_AS_DEEPSPEED"
+_MODE, _OFF = "ZERORUN_AS_DEEPSPEED", ("", "0", "false", "no", "off")
 # Keys of which a configuration has one. A file of the script's own has none of them, whatever else it has.
 _TELLING = frozenset(("train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization"))
 _CONFIG_OPTIONS = ("--config", "--deepspeed_config", "--deepspeed-config")
@@ -291,8 +291,8 @@ def make_request(
 
 def in_deepspeed_mode(args: argparse.Namespace, environment: Mapping[str, str]) -> bool:
     """Return True if ``import deepspeed`` gives zerorun in the workers."""
-    told = dict(args.export).get(_MODE) or environment.get(_MODE)
-    return told not in (None, "", "0")
+    told = dict(args.export).get(_MODE) or environment.get(_MODE, "")
+    return told.strip().lower() not in _OFF
 
 
 def _passes_local_rank(args: argparse.Namespace, environment: Mapping[str, str]) -> bool:

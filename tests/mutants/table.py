@@ -4298,4 +4298,12 @@ MUTANTS = (
         "            pass",
         ("tests/unit/test_config_intake.py", "-k", "wrong_schedule"),
     ),
+    Mutant(
+        "no-asks-for-the-deepspeed-mode",
+        "swallowed",
+        "zerorun/deepspeed/activation.py",
+        '    if os.environ.get(VARIABLE, "").strip().lower() not in OFF:',
+        '    if os.environ.get(VARIABLE, "") not in ("", "0"):',
+        ("tests/unit/test_deepspeed_mode.py", "-k", "do_not_ask"),
+    ),
 )

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import patience, start_ranks, start_script
 
+from zerorun.deepspeed import activation
 from zerorun.deepspeed.surface import MISSING, SURFACE, missing_reason, target_of
 
 BEGIN = "import zerorun.deepspeed; zerorun.deepspeed.activate()\n"
@@ -120,6 +122,28 @@ def test_the_environment_asks_for_it(tmp_path: Path) -> None:
     """An installation has a .pth file, which Python reads at start."""
     text = "import importlib.util; print(importlib.util.find_spec('deepspeed').origin)"
     assert printed(text, tmp_path, fresh=True, ZERORUN_AS_DEEPSPEED="1") == ["zerorun"]
+
+
+@pytest.mark.parametrize("word", (None, "", "0", "false", "No", " OFF", "1", "true", "on"))
+def test_words_that_do_not_ask_for_it(word: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the .pth file, which says so without zerorun, and to what it calls."""
+    asks, calls = word in ("1", "true", "on"), list[str]()
+    monkeypatch.setattr(activation, "activate", lambda: calls.append("activate"))
+    if word is None:
+        monkeypatch.delenv(activation.VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(activation.VARIABLE, word)
+    activation.activate_if_asked()
+    assert calls == ["activate"] * asks
+
+    def importing(name: str, *rest: Any) -> Any:
+        calls.append(name)
+        return __import__(name, *rest)
+
+    line = Path(activation.__file__).with_name("zerorun-as-deepspeed.pth").read_text()
+    calls.clear()
+    exec(line, {"__builtins__": {"__import__": importing}})
+    assert calls == ["os", *["zerorun.deepspeed.activation", "activate"] * asks]
 
 
 def test_whether_disks_can_be_offloaded_to(tmp_path: Path) -> None:

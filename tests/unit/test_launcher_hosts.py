@@ -629,6 +629,7 @@ OWN_OPTION = "parser.add_argument('--local_rank', type=int, default=-1)"
         (OWN_OPTION, ("--as-deepspeed",), {}, True),
         (OWN_OPTION, (), {"ZERORUN_AS_DEEPSPEED": "1"}, True),
         (OWN_OPTION, (), {"ZERORUN_AS_DEEPSPEED": "0"}, False),
+        (OWN_OPTION, (), {"ZERORUN_AS_DEEPSPEED": "False"}, False),
         (OWN_OPTION, (), {}, False),
         (OWN_OPTION, ("--as-deepspeed", "--no_local_rank"), {}, False),
         ("print(args.local_rank, '--local_ranks')", ("--as-deepspeed",), {}, False),  # it would not know the option

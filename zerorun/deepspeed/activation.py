@@ -22,6 +22,7 @@ from zerorun.log import info_once, setup_logging
 from .surface import SURFACE, VERSION, missing_reason, target_of
 
 VARIABLE = "ZERORUN_AS_DEEPSPEED"
+OFF = ("", "0", "false", "no", "off")  # the values that do not ask for it; the .pth file has them, too
 NAME = "deepspeed"
 
 
@@ -58,7 +59,7 @@ def is_active() -> bool:
 
 def activate_if_asked() -> None:
     """Activate the mode if the environment says so. This is what the .pth file calls."""
-    if os.environ.get(VARIABLE, "0") not in ("", "0"):
+    if os.environ.get(VARIABLE, "").strip().lower() not in OFF:
         activate()
 
 
