@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from test_clients import compare, found_by
+
+from zerorun.errors import StepError
 
 
 @pytest.fixture(scope="module")
@@ -79,3 +82,13 @@ def test_ranks_are_known_before_there_is_an_engine(found: dict[str, Any]) -> Non
 
 def test_two_configurations_are_one_too_many(found: dict[str, Any]) -> None:
     assert found["two"].startswith("ConfigError") and "other.json" in found["two"]
+
+
+def test_lightning_is_told_that_a_step_ends_with_a_loss() -> None:
+    """With several ranks it says so itself. With one, the update went to the step after, without a word."""
+    pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[clients]'")
+    from zerorun.integrations.lightning import EnginePrecision, ZerorunStrategy
+
+    precision = EnginePrecision("32-true", ZerorunStrategy({}))
+    with pytest.raises(StepError, match=r"training_step\(\) returned None.*Remedy"):
+        precision.optimizer_step(None, SimpleNamespace(automatic_optimization=True), lambda: None)  # type: ignore[arg-type]

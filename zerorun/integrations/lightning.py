@@ -64,8 +64,14 @@ class EnginePrecision(Precision):
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        """Run the closure, which calls ``backward``, and update the weights."""
+        """Run the closure, which calls ``backward``, and update the weights. Raises StepError if there was no loss."""
         result = closure()
+        if result is None and model.automatic_optimization:
+            raise StepError(
+                "training_step() returned None for the last micro-batch of a step, so there is no backward with which the "
+                "step could end. Lightning refuses None with several ranks, and with DeepSpeed. Remedy: return a loss that "
+                "counts nothing, such as loss * 0.0, or leave such a batch out of the data."
+            )
         self._after_closure(model, optimizer)
         self._strategy.engine.set_gradient_accumulation_boundary(True)  # the last micro-batch may have given no loss
         self._strategy.engine.step()
