@@ -4259,14 +4259,6 @@ MUTANTS = (
         ("tests/ranks/test_loop_queries.py", "-k", "may_grow"),
     ),
     Mutant(
-        "changed-sizes-are-not-counted",
-        "stale",
-        "zerorun/engine/batches.py",
-        "            self.observer.expect_samples(batch.train)",
-        "            pass",
-        ("tests/ranks/test_monitors.py", "-k", "that_grow"),
-    ),
-    Mutant(
         "settings-of-a-destroyed-engine-come-back",
         "stale",
         "zerorun/activations/checkpointing.py",

@@ -106,23 +106,6 @@ def test_values_are_those_of_one_process(stage: int, mode: str, simulated: bool,
     assert all(0 < y < 1000 for _, y in found["peak_memory_gib"])
 
 
-def train_growing(config: dict[str, Any]) -> None:
-    engine = zerorun.initialize(CASE.build(), config)
-    for step, count in enumerate((1, 1, 3)):
-        engine.set_train_batch_size(2 * BATCH * count)
-        for micro in range(count):
-            engine.backward(CASE.loss(engine, Place(dist.get_rank(), step, micro)))
-            engine.step()
-    engine.destroy()
-
-
-def test_speed_is_that_of_steps_that_grow(tmp_path: Path) -> None:
-    run_ranks(2, train_growing, make_config(2, **written(tmp_path)))
-    found = values_of(tmp_path / "run")
-    pairs = zip(found["tokens_per_second"], found["samples_per_second"], strict=True)
-    assert [tokens / samples for (_, tokens), (_, samples) in pairs] == pytest.approx([6, 6])  # tokens of a sample
-
-
 @pytest.mark.parametrize("simulated", (False, True))
 def test_weighted_losses(simulated: bool, tmp_path: Path) -> None:
     config = make_config(2, accumulation=ACCUMULATION, optimizer="SGD", **written(tmp_path))

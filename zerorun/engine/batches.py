@@ -11,7 +11,6 @@ from ..data import EpochLoader
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import ConfigError, ConfigProblem, StepError
-from ..monitors.observer import RunObserver
 from .accumulation import Accumulation
 
 
@@ -22,7 +21,6 @@ class Batches:
     topology: Topology
     accumulation: Accumulation
     dataloader: EpochLoader | Any
-    observer: RunObserver | None
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step over all ranks."""
@@ -69,8 +67,6 @@ class Batches:
         self.settle()  # the samples of the last step are counted in its own size
         self.accumulation.resize(batch)
         self.comm.expect_micro_batches(batch.accumulation)
-        if self.observer is not None:
-            self.observer.expect_samples(batch.train)
 
     # -- data ----------------------------------------------------------------------------------------------------
 

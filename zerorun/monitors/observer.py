@@ -138,10 +138,6 @@ class RunObserver:
         flops = [] if self.flops is None else self.flops.attached_to(module)
         return [module.register_forward_pre_hook(self._look, with_kwargs=True), *timed, *flops]
 
-    def expect_samples(self, count: int) -> None:
-        """Steps have ``count`` samples from now on."""
-        self._batch = count
-
     def _look(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count the tokens of a micro-batch from the arguments of its forward."""
         if torch.is_grad_enabled():
