@@ -4243,6 +4243,8 @@ MUTANTS = (
         "            if linear and any(side % _FP8_SIDE for side in weight.on_rank(tensor)):",
         "            if linear and any(side % _FP8_SIDE for side in weight.shape):",
         ("tests/unit/test_model_kinds.py", "-k", "fp8_of_a_plan"),
+    ),
+    Mutant(
         "resized-steps-overflow-on-an-fp16-wire",
         "stale",
         "zerorun/engine/batches.py",
