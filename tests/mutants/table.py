@@ -4300,4 +4300,12 @@ MUTANTS = (
         '    if os.environ.get(VARIABLE, "") not in ("", "0"):',
         ("tests/unit/test_deepspeed_mode.py", "-k", "do_not_ask"),
     ),
+    Mutant(
+        "words-in-quotes-stay-words",
+        "stale",
+        "zerorun/config/leniency.py",
+        "                changed[spelling] = TypeAdapter(wanted).validate_python(value)",
+        "                pass",
+        ("tests/unit/test_deepspeed_mode.py", "-k", "words_in_quotes"),
+    ),
 )

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from harness import patience, start_ranks, start_script
 
+from zerorun.config.leniency import as_deepspeed_reads
 from zerorun.deepspeed import activation
 from zerorun.deepspeed.surface import MISSING, SURFACE, missing_reason, target_of
 
@@ -380,6 +381,25 @@ for precision in ({"bf16": auto}, {"fp16": {**auto, "loss_scale": 0}, "bfloat16"
     done = run(BEGIN + text, tmp_path)
     assert done.stdout.splitlines() == ["torch.float32 False", "torch.bfloat16 True"], done.stderr
     assert done.stderr.count('"auto" in bf16.enabled is false, as in DeepSpeed') == 1
+
+
+def test_words_in_quotes_are_what_pydantic_takes_them_for() -> None:
+    """In the sections that DeepSpeed reads with it. Its other readers fail at them later, or take every word for true."""
+    zero = {"stage": "2", "overlap_comm": "false", "reduce_bucket_size": "500", "stage3_max_live_parameters": "auto"}
+    offload = {"offload_optimizer": {"device": "cpu", "pin_memory": "yes"}}
+    source = {"zero_optimization": {**zero, **offload}, "fp16": {"enabled": "true", "loss_scale": "128"}}
+    told = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 500, "stage3_max_live_parameters": "auto"}
+    offloaded = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+    assert as_deepspeed_reads(source) == {
+        "zero_optimization": {**told, **offloaded},
+        "fp16": {"enabled": True, "loss_scale": 128.0},
+    }
+    for same in (
+        {"zero_optimization": {"stage": "FULL_SHARD", "reduce_bucket_size": "5e8"}, "fp16": {"enabled": "perhaps"}},
+        {"train_batch_size": "8", "wall_clock_breakdown": "false", "gradient_clipping": "1.0", "steps_per_print": 0},
+        {"optimizer": {"type": "AdamW", "params": {"lr": "1e-5"}}, "activation_checkpointing": {"profile": "false"}},
+    ):
+        assert as_deepspeed_reads(same) is same
 
 
 def test_what_scripts_ask_of_an_engine(tmp_path: Path) -> None:

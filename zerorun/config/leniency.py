@@ -1,10 +1,12 @@
-"""What DeepSpeed reads over without a word: in its mode each is a note instead of an error. And 1 and 0 are flags.
+"""What DeepSpeed reads over without a word: in its mode each is a note instead of an error. And 1 and 0 are flags, and
+words in quotes are flags and numbers where DeepSpeed's own reader takes them for these.
 
 Trainers write such keys for DeepSpeed, and scripts that run with it have them; nothing can depend on them.
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, get_args
 
 from ..log import info_once
@@ -27,6 +29,9 @@ _LOOKED_THROUGH = (
     ),
 )
 
+# Sections that DeepSpeed checks with pydantic, which takes "true" and "2" for what they say.
+_CONVERTED = ("zero_optimization", "fp16", "bf16", "bfloat16")
+
 
 def as_deepspeed_reads(source: Any) -> Any:
     """Return the configuration without what DeepSpeed ignores, and tell on rank 0 what that was; else ``source`` itself.
@@ -36,7 +41,7 @@ def as_deepspeed_reads(source: Any) -> Any:
     if source is None or isinstance(source, Config):
         return source
     raw, name = read_source(source)
-    flags = _with_switches(_with_flags(Config, raw), name)
+    flags = _with_switches(_with_flags(Config, _unquoted_sections(raw)), name)
     kept, dropped = dict(flags), list[str]()
     _drop_unknown(Config, kept, "", dropped)
     for section in _LOOKED_THROUGH:
@@ -65,6 +70,40 @@ def _with_flags(kind: type[Section], section: dict[str, Any]) -> dict[str, Any]:
         elif type(value) is int and value in (0, 1) and _takes_flags(field.annotation):
             changed[key] = bool(value)
     return {**section, **changed} if any(section[key] is not value for key, value in changed.items()) else section
+
+
+def _unquoted_sections(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return ``raw`` with flags and numbers for words in quotes in ``_CONVERTED``; itself if there are none.
+
+    Elsewhere DeepSpeed fails at them, at once or in the first step, or takes every word for true.
+    """
+    changed: dict[str, Any] = {}
+    for name in _CONVERTED:
+        kind = section_of(Config.fields_by_key()[Config.spellings()[name]])
+        if isinstance(raw.get(name), dict) and kind is not None:
+            changed[name] = _unquoted(kind, raw[name])
+    return {**raw, **changed} if any(raw[name] is not section for name, section in changed.items()) else raw
+
+
+def _unquoted(kind: type[Section], section: dict[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for spelling, key in kind.spellings().items():
+        value, field = section.get(spelling), kind.fields_by_key()[key]
+        inner = section_of(field)
+        if isinstance(value, dict) and inner is not None:
+            changed[spelling] = _unquoted(inner, value)
+        elif isinstance(value, str) and (wanted := _only_type(field.annotation)) is not None:
+            from pydantic import TypeAdapter, ValidationError  # which most files do not need
+
+            with contextlib.suppress(ValidationError):  # what is no such word is told as always
+                changed[spelling] = TypeAdapter(wanted).validate_python(value)
+    return {**section, **changed} if any(section[key] is not value for key, value in changed.items()) else section
+
+
+def _only_type(annotation: Any) -> type | None:
+    """The type of a field of flags or of numbers; None for others."""
+    kinds = {getattr(kind, "__origin__", kind) for kind in (annotation, *get_args(annotation))} & {bool, int, float, str}
+    return kinds.pop() if len(kinds) == 1 and str not in kinds else None
 
 
 def _with_switches(raw: dict[str, Any], name: str) -> dict[str, Any]:
