@@ -47,7 +47,7 @@ def test_a_gradient_that_comes_too_late_says_which_stage_would_do() -> None:
     """Up to stage 2 units keep their weights, so that the message cannot come there."""
     unit = SimpleNamespace(index=1, name="block", resident=False, param_slot=0)
     unit.names_with_gradient, unit.has_gradient, unit.trainable = (lambda: ["block.weight"]), (lambda: True), []
-    reducer: Any = SimpleNamespace(_units=[unit], _backwards=SimpleNamespace(ended=lambda: None), late=set())
+    reducer: Any = SimpleNamespace(_units=[unit], _backwards=SimpleNamespace(ended=lambda late: None), late=set())
     with pytest.raises(OrderError, match=r"gradient of parameter 'block\.weight' .* unit 'block' .* or use stage 2\."):
         Reducer.end(reducer, held=False, in_slot=lambda unit: False)
     Reducer.end(reducer, held=True, in_slot=lambda unit: False)
