@@ -6,6 +6,7 @@ import copy
 import io
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from covering import by_day
 from harness import run_ranks
 from models import CASES, Place
 from reference import Result, differences, make_optimizer, weights_of
+from torch import nn
 from training import make_config, make_engine
 
 import zerorun
@@ -185,7 +187,7 @@ def refused_verify(engine: Any, folder: str) -> None:
 
 # What happens in the middle of a step; and whether the step goes on.
 IN_THE_MIDDLE: dict[str, tuple[Callable[[Any, str], Any], bool]] = {
-    "zero_grad": (lambda engine, folder: engine.zero_grad(), False),
+    "zero_grad": (lambda engine, folder: engine.zero_grad(counted=True), False),
     "load": (lambda engine, folder: engine.load_checkpoint(folder), False),
     "verify": (refused_verify, True),
 }
@@ -240,7 +242,7 @@ def zero_module(stage: int) -> tuple[Result, list[int], list[bool]]:
 
     def zero(*given: bool) -> None:
         module.zero_grad(*given)
-        warned.append(sum("module.zero_grad() after step() has no effect" in text for text in log._warned))
+        warned.append(sum("zero_grad() after step() has no effect" in text for text in log._warned))
 
     engine.backward(loss(5, 0))
     module.zero_grad()
@@ -275,6 +277,72 @@ def test_the_module_drops_gradients_that_no_step_has_counted(stage: int) -> None
         assert not differences(found, plain_step((0,), 2))
         assert warned == [0, 1, 1]
         assert ordinary == [True] * 3
+
+
+def zero_before_each(of_module: bool, stage: int) -> Result:
+    """Two steps of a loop that calls zero_grad() before each micro-batch, as loops for DeepSpeed do."""
+    case, result = CASES["plain"], Result()
+    engine = make_engine(case, make_config(stage, accumulation=2, optimizer="SGD"))
+    for micro in range(4):
+        (engine.module if of_module else engine).zero_grad()
+        engine.backward(case.loss(engine, Place(dist.get_rank(), *divmod(micro, 2))))
+        engine.step()
+        if micro % 2:
+            result.norms.append(engine.get_global_grad_norm() or 0.0)
+    result.weights = engine.state_dict()
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("of_module", (False, True))
+def test_zero_grad_before_each_micro_batch_keeps_those_of_the_step(of_module: bool, stage: int) -> None:
+    for found in run_ranks(2, zero_before_each, of_module, stage):
+        assert not differences(found, plain_step((0, 1), 2))
+
+
+class MaySkip(nn.Module):
+    """Gives its input back where it skips: then its weights have no gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, skips: bool) -> torch.Tensor:
+        return x * 1 if skips else self.linear(x)
+
+
+def counted_alike(folder: str) -> tuple[list[str], int, int]:
+    """(what is refused after a micro-batch of which rank 1 has no gradients, samples by then, and after a like one)."""
+    engine = zerorun.initialize(MaySkip(), make_config(2, accumulation=2))
+    given, refused = torch.ones(2, 4, requires_grad=True), []
+
+    def backward(*, skips: bool) -> None:
+        engine(given, skips and dist.get_rank() == 1).sum().backward()
+
+    backward(skips=True)
+    engine.step()
+    for call in (partial(engine.save_checkpoint, folder), partial(engine.set_train_batch_size, 8)):
+        with pytest.raises(StepError) as told:
+            call()
+        refused.append(str(told.value)[:20])
+    backward(skips=False)
+    engine.step()
+    first = engine.global_samples
+    engine.set_gradient_accumulation_boundary(True)
+    backward(skips=False)
+    backward(skips=True)
+    engine.step()
+    second = engine.global_samples
+    engine.destroy()
+    return refused, first, second
+
+
+def test_ranks_count_alike_where_one_has_no_gradients(tmp_path: Any) -> None:
+    one, other = run_ranks(2, counted_alike, str(tmp_path))
+    assert one == other
+    assert one[1] > 0
+    assert one[2] == 2 * one[1]
 
 
 def leave_in_zero_grad(stage: int) -> tuple[list[int], bool]:

@@ -52,9 +52,24 @@ def connect() -> PeerMemory:
 # -- exchanges ---------------------------------------------------------------------------------------------------
 
 
-def exchange_many(count: int) -> bool:
+def copy_backwards(memory: PeerMemory) -> None:
+    """Let a copy take its first eight bytes last, and other ranks write in between."""
+    read = memory.read
+
+    def parts(peer: int, address: int, target: int, size: int) -> None:
+        if size > 8:
+            read(peer, address + 8, target + 8, size - 8)
+            time.sleep(0.002)
+        read(peer, address, target, min(size, 8))
+
+    memory.read = parts  # type: ignore[method-assign]
+
+
+def exchange_many(count: int, backwards: bool) -> bool:
     """Rank r offers r + 10 i in exchange i; waits come late and out of order."""
     peer_memory.SLOTS, memory = 8, connect()
+    if backwards:
+        copy_backwards(memory)
     rank, found, made = dist.get_rank(), {}, {}
     for index in range(count):
 
@@ -74,9 +89,10 @@ def exchange_many(count: int) -> bool:
     return all(found[index][peer] == peer + 10 * index for index in range(count) for peer in others)
 
 
+@pytest.mark.parametrize("backwards", (False, True))
 @pytest.mark.parametrize("world", (2, 4))
-def test_more_exchanges_than_slots(world: int) -> None:
-    assert run_ranks(world, exchange_many, 50) == [True] * world
+def test_more_exchanges_than_slots(world: int, backwards: bool) -> None:
+    assert run_ranks(world, exchange_many, 50, backwards) == [True] * world
 
 
 LONG = timedelta(seconds=20 * patience())

@@ -356,6 +356,7 @@ def test_tiny_gradients_accumulate_in_fp32(stage: int) -> None:
 
 
 ACCUMULATED = 8
+SMALL = 2.0**-23  # the smallest number of fp16 but one
 
 
 def gradients_on_an_fp16_wire(zero: dict[str, Any], way: str) -> list[float]:
@@ -387,6 +388,25 @@ def gradients_on_an_fp16_wire(zero: dict[str, Any], way: str) -> list[float]:
 def test_accumulated_gradients_fit_an_fp16_wire(stage: int, way: str) -> None:
     for found in run_ranks(2, gradients_on_an_fp16_wire, {"stage": stage}, way):
         assert found == [20_000.0, 80_000.0]
+
+
+def small_gradients_on_an_fp16_wire(stage: int) -> float:
+    """The first element of a gradient whose loss the loop has divided by itself."""
+    config = make_config(stage, accumulation=ACCUMULATED, optimizer="SGD", communication_data_type="fp16")
+    engine = zerorun.initialize(Scalar(), config)
+    for micro in range(ACCUMULATED):
+        engine.backward(engine(torch.full((16,), SMALL)) / ACCUMULATED, scale_wrt_gas=False)
+        if micro < ACCUMULATED - 1:
+            engine.step()
+    gradient = zerorun.zero.safe_get_full_grad(engine.module.weight)
+    engine.destroy()
+    assert gradient is not None
+    return float(gradient[0])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_that_a_loop_has_divided_are_not_lost_on_an_fp16_wire(stage: int) -> None:
+    assert run_ranks(2, small_gradients_on_an_fp16_wire, stage) == [SMALL] * 2
 
 
 def test_accumulated_gradients_fit_an_fp16_wire_between_replicas() -> None:

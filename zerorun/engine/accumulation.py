@@ -210,8 +210,8 @@ class Arrivals:
             f"a backward has come to parameters without the loss scale of their engine, {self._scaler.scale:g}, by which "
             "step() divides: its loss depends on what the engine's call has not returned in a tensor, list, dict or "
             "dataclass, such as the output of engine.module(...), a tensor in an object of another class, or an "
-            "attribute of a module. Weights are as before. Remedy: engine.zero_grad(), and engine.backward(loss), or "
-            "engine.scale(loss).backward(), for all micro-batches of the step."
+            "attribute of a module. Weights are as before. Remedy: engine.zero_grad(counted=True), and "
+            "engine.backward(loss) or engine.scale(loss).backward(), for all micro-batches of the step."
         )
 
 
@@ -230,6 +230,7 @@ class Accumulation:
         self._is_last: bool | None = None  # whether the next backward is the last of a pipeline's batch
         self._labels = LabelCounts(config.gradient_accumulation_steps * comm.topology.data_parallel_size)
         self.arrivals = Arrivals(scaler)
+        self._mode: str | None = None
         self.begin(lambda: scaler.at_minimum)
 
     def begin(self, inspects: Callable[[], bool]) -> None:
@@ -237,11 +238,15 @@ class Accumulation:
 
         ``inspects``: whether to look where gradients are not finite, as that would be an error.
         """
-        self._begun_at = self.micro_steps  # when the step began
-        self.backwards = 0  # since the last update, with gradients of parameters or by the engine's backward()
-        self._ended, self._ended_seen = 0, 0  # backwards of any kind, and those of them that a step() has followed
+        self.begun_at = self.micro_steps  # when the step began
+        # Since the last update. What a rank does on its own must not hang on ``backwards``, of which it may have fewer than
+        # others, as without a token for its experts.
+        self.backwards = 0  # with gradients of parameters, or by the engine's backward()
+        self.of_any_kind, self._of_any_kind_seen = 0, 0  # backwards, and those of them that a step() has followed
         self.steps_seen = 0  # backwards of these that a step() has followed
-        self._mode: str | None = None
+        if self._mode == "sum":
+            self._comm.expect_micro_batches(self.batch.accumulation)
+        self._mode = None
         self._weight = 0.0
         self._compared = 0.0  # the sum of what must be the same on all ranks with the same batch
         self._losses: list[torch.Tensor] = []  # fp64 [2] each: as ``Told.observed``
@@ -260,7 +265,7 @@ class Accumulation:
             return self.given_boundary
         if not self._config.managed_gradient_accumulation:
             return True
-        return (self.micro_steps - self._begun_at + 1) % self.batch.accumulation == 0
+        return (self.micro_steps - self.begun_at + 1) % self.batch.accumulation == 0
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Let the training loop decide from now on which step() updates the weights."""
@@ -286,9 +291,9 @@ class Accumulation:
             self.arrivals.refuse()
         if self._in_no_sync:
             raise StepError("step() inside no_sync(). Remedy: call it after the block.")
-        if self._ended == self._ended_seen:
+        if self.of_any_kind == self._of_any_kind_seen:
             refuse_no_backward(0)
-        self._ended_seen = self._ended
+        self._of_any_kind_seen = self.of_any_kind
         new, self.steps_seen = self.backwards - self.steps_seen, self.backwards
         boundary = self.is_boundary
         if not boundary and self.given_boundary is None and new == self.batch.accumulation:
@@ -311,11 +316,11 @@ class Accumulation:
 
     def go_on_from(self, micro_steps: int) -> None:
         """Continue counting from ``micro_steps`` of an earlier run."""
-        self.micro_steps, self._begun_at = micro_steps, 0
+        self.micro_steps, self.begun_at = micro_steps, micro_steps - micro_steps % self.batch.accumulation
 
     def resize(self, batch: Batch) -> None:
         """Let later steps have these sizes. No backward may have come since the last update."""
-        self.batch, self._begun_at = batch, self.micro_steps
+        self.batch, self.begun_at = batch, self.micro_steps
 
     # -- backwards, as the runtime sees them ---------------------------------------------------------------------
 
@@ -352,7 +357,7 @@ class Accumulation:
         Those of inputs alone, as of torch.autograd.grad, are no part of the step. Raises StepError if gradients of
         parameters have come without the loss scale.
         """
-        self._ended += 1
+        self.of_any_kind += 1
         backward = running.innermost()
         counts = self.arrivals.has_gradient or late or (backward is not None and self in backward.heard)
         if self._is_last is None and not counts:
@@ -397,6 +402,8 @@ class Accumulation:
                 value = weight_of(weight)
             if not self._comm.queues:
                 self._weight += float(value)
+        if mode == "sum" and self._mode is None:
+            self._comm.expect_micro_batches(1)  # what the loop has divided does not grow with their number
         self._mode = mode
         return mode, value
 
@@ -491,9 +498,7 @@ def refuse_no_backward(backwards: int) -> None:
 class ModuleZeroGrad(ReplacedForward):
     """``zero_grad`` of an engine's module: the gradients that it means are the engine's, in flat buffers.
 
-    It drops them where a backward was followed by no step() yet, as loops of torch's own mean it. Where step() has counted
-    all backwards as micro-batches, it keeps them: loops for DeepSpeed, where it drops none of stage 2 or 3, call it at the
-    beginning of each micro-batch.
+    So it does what ``engine.zero_grad()`` does.
     """
 
     def __init__(
@@ -504,18 +509,22 @@ class ModuleZeroGrad(ReplacedForward):
         self._accumulation, self._drop = accumulation, drop
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        backwards, drop = self._accumulation.backwards, self._drop()
-        if backwards > self._accumulation.steps_seen and drop is not None:
+        drop = self._drop()
+        if self._accumulation.of_any_kind and drop is not None:
             drop()
-        elif backwards:
-            _warn_of_kept("module.zero_grad() after step()", backwards)
         self.inner(*args, **kwargs)
 
 
-def _warn_of_kept(what: str, backwards: int) -> None:
+def is_in_a_step(accumulation: Accumulation) -> bool:
+    """True if there are gradients that no update has used, or if ``step`` has counted micro-batches since the last one."""
+    return accumulation.backwards > 0 or accumulation.micro_steps > accumulation.begun_at
+
+
+def warn_of_kept(what: str, backwards: int) -> None:
+    """Warn that ``what`` has not dropped the gradients of these backwards."""
     warn_once(
         f"{what} has no effect: the gradients of {counted(backwards, 'backward')} since the last update are kept, and the "
-        "next one adds them up. Remedy: remove the call, or call engine.zero_grad() if they are to be dropped."
+        "next one adds them up. Remedy: remove the call, or call engine.zero_grad(counted=True) if they are to be dropped."
     )
 
 
@@ -526,7 +535,7 @@ def zero_grad_beside(accumulation: Accumulation) -> Callable[..., None]:
     def zero_grad(set_to_none: bool = True) -> None:
         backwards = found.backwards if (found := seen()) is not None else 0
         if backwards:
-            _warn_of_kept("optimizer.zero_grad()", backwards)
+            warn_of_kept("optimizer.zero_grad()", backwards)
 
     return zero_grad
 

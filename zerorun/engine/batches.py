@@ -11,7 +11,7 @@ from ..data import EpochLoader
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import ConfigError, ConfigProblem, StepError
-from .accumulation import Accumulation
+from .accumulation import Accumulation, is_in_a_step
 
 
 class Batches:
@@ -58,7 +58,7 @@ class Batches:
         self._resize(None, micro_batch_size, self.gradient_accumulation_steps())
 
     def _resize(self, train: int | None, micro: int, accumulation: int | None) -> None:
-        if self.accumulation.backwards:
+        if is_in_a_step(self.accumulation):
             raise StepError(
                 f"batch sizes were changed after {self.accumulation.backwards} backwards of a step. Remedy: change them "
                 "after the step() that updates the weights."

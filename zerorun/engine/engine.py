@@ -280,13 +280,14 @@ class Engine(CurvatureTaking):
         must_know = self.lr_scheduler is not None and not has_state(self.lr_scheduler)
         summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=must_know))
         trace, backwards, *others = summary.wishes
+        backwards = -(-backwards // self.topology.world_size)  # some ranks may have had no gradients in some of them
         board.agree_on_trace(trace)
         if self.memory_copies is not None:
             self.memory_copies.settle()  # a step is finished only when the one before it is kept
         try:
             self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
             refuse_no_backward(backwards)
-            self._update(summary, lr_kwargs)
+            self._update(summary, backwards, lr_kwargs)
         finally:
             self._forget_gradients()
         if self.sharded_model.parts.loads is not None and self.config.has_monitor:
@@ -298,7 +299,7 @@ class Engine(CurvatureTaking):
         if self.memory_copies is not None and self.memory_copies.due(self.global_steps):
             self.memory_copies.keep()
 
-    def _update(self, summary: Summary, lr_kwargs: Mapping[str, Any]) -> None:
+    def _update(self, summary: Summary, backwards: int, lr_kwargs: Mapping[str, Any]) -> None:
         model = self.sharded_model
         assert model.optimizer is not None
         model.runtime.guard.refuse_thawed()
@@ -311,7 +312,7 @@ class Engine(CurvatureTaking):
         step = UnsettledStep(
             self.history.progress.calls, decision, self.accumulation.is_weighted, self.accumulation.notes, culprits
         )
-        batch, backwards = self.accumulation.batch, self.accumulation.backwards
+        batch = self.accumulation.batch
         managed, by_loop = self.config.managed_gradient_accumulation, self.accumulation.given_boundary is not None
         self.history.progress.count(samples_of_step(batch, backwards, managed=managed, ended_by_loop=by_loop))
         if summary.deferred:
@@ -322,7 +323,8 @@ class Engine(CurvatureTaking):
                 try:
                     step.take_back.append(step_reversibly(self.lr_scheduler, model.optimizer.optimizer, **lr_kwargs))
                 except Exception as error:
-                    raise _schedule_failed(self.lr_scheduler, error) from error
+                    _tell_schedule_failed(self.lr_scheduler, error)
+                    raise
             return
         if decision.outcome.finite:
             self._apply(decision, summary)
@@ -331,7 +333,8 @@ class Engine(CurvatureTaking):
             try:
                 self.lr_scheduler.step(**lr_kwargs)
             except Exception as error:
-                raise _schedule_failed(self.lr_scheduler, error) from error
+                _tell_schedule_failed(self.lr_scheduler, error)
+                raise
         self.refuse_failed()
 
     def _apply(self, decision: Decision, summary: Summary) -> None:
@@ -426,14 +429,20 @@ class Engine(CurvatureTaking):
             raise AttributeError(message, name=name, obj=self) from None
 
 
-def _schedule_failed(schedule: Any, error: Exception) -> StepError:
-    """The error for one that ``schedule`` has raised in its step, which comes after the update."""
-    return StepError(
+def _tell_schedule_failed(schedule: Any, error: Exception) -> None:
+    """Tell what ``error`` means, which ``schedule`` has raised in its step, after the update.
+
+    Raises StepError for the schedules of torch and zerorun. That of a script may mean something to it, and has a note.
+    """
+    told = (
         f"the learning-rate schedule {type(schedule).__name__} failed after the weights were updated, with "
         f"{type(error).__name__}: {error}. This step counts, and the optimizer keeps the rates that it has. Remedy: "
         "correct the schedule, or what it was told, such as its number of steps. To go on here with these rates, set "
         "engine.lr_scheduler = None, and go on with the next batch."
     )
+    if type(schedule).__module__.startswith(("torch.", "zerorun.")):
+        raise StepError(told) from error
+    _add_note(error, told)
 
 
 def _name_buffers(error: RuntimeError, module: nn.Module, dtype: torch.dtype) -> None:
@@ -454,9 +463,13 @@ def _name_buffers(error: RuntimeError, module: nn.Module, dtype: torch.dtype) ->
         'added to or multiplied with has its dtype. Remedy: cast them where the model uses them, or "data_types": '
         f'{{"buffer_dtype": "{_NAMES[dtype]}"}} in the configuration, which casts all.'
     )
+    _add_note(error, note)
+
+
+def _add_note(error: BaseException, note: str) -> None:
     if hasattr(error, "add_note"):
         error.add_note(note)
-    else:  # Python 3.10
+    else:  # before Python 3.11
         logger.warning(note)
 
 

@@ -21,7 +21,7 @@ from ..pipeline.schedule.actions import Action
 from ..watch.board import board
 from ..zero.norm import Decision, Outcome, Summary
 from ..zero.placeholders import released_parameter
-from .accumulation import UNUSABLE_WEIGHT, Notes, refuse_no_weight
+from .accumulation import UNUSABLE_WEIGHT, Notes, is_in_a_step, refuse_no_weight, warn_of_kept
 from .batches import Batches
 from .reports import LoopQueries, Reports
 
@@ -232,8 +232,17 @@ class Outcomes(Reports, Counters, LoopQueries):
         """The factor by which losses are multiplied, where gradients are in fp16; 1.0 elsewhere."""
         return self.scaler.scale if self.history.scaler.dynamic else self.history.scaler.scale
 
-    def zero_grad(self) -> None:
-        """Drop the gradients that no step() has used yet, and begin a new step; step() itself drops the others."""
+    def zero_grad(self, *, counted: bool = False) -> None:
+        """Drop the gradients of backwards that no step() has followed; step() itself drops those that it has used.
+
+        Where step() has counted micro-batches of an accumulation, all their gradients are kept, with a warning: loops for
+        DeepSpeed, which keeps them, too, call this before each micro-batch. ``counted``: drop these as well, and begin a
+        new step. All ranks must call it.
+        """
+        found = self.accumulation
+        if found.micro_steps > found.begun_at and not counted:
+            warn_of_kept("zero_grad() after step()", found.backwards)
+            return
         self.sharded_model.finish_reductions()
         self._forget_gradients()
 
@@ -247,7 +256,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         """
         from ..verify.in_loop import refuse_to_verify, verify_batch  # nobody pays for it who does not verify
 
-        refuse_to_verify(self)
+        refuse_to_verify(self, in_a_step=is_in_a_step(self.accumulation))
         try:
             return verify_batch(self, batch, loss)
         finally:
@@ -312,7 +321,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         failure = self.history.failure
         if failure is not None:
             self.history.fail(None)
-            self.zero_grad()
+            self.zero_grad(counted=True)
             failure()
 
     def _refuse_losses(self, summary: Summary) -> None:

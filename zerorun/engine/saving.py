@@ -27,6 +27,7 @@ from ..errors import CheckpointError, StepError
 from ..log import logger, warn_once
 from ..watch.board import Phase, board, during
 from ..zero.access import full_state_dict
+from .accumulation import is_in_a_step
 from .outcomes import Outcomes
 
 
@@ -122,7 +123,7 @@ class Saving(Outcomes):
     def _load(self, load: Callable[[], tuple[Path | None, dict[str, Any]]]) -> tuple[Path | None, dict[str, Any]]:
         self.settle()
         self.history.fail(None)
-        self.zero_grad()
+        self.zero_grad(counted=True)
         begun = monotonic_ns()
         path, client_state = load()
         if path is not None:
@@ -264,7 +265,7 @@ class Saving(Outcomes):
         self.automatic_saves = None
 
     def _refuse_unfinished_step(self) -> None:
-        if self.accumulation.backwards:
+        if is_in_a_step(self.accumulation):
             raise StepError(
                 f"save_checkpoint() in the middle of a step: gradients of {self.accumulation.backwards} micro-batches "
                 "would be lost. Remedy: call it after a step() that updates the weights "

@@ -117,8 +117,8 @@ def _batch_problems(given: dict[str, Any], config: dict[str, Any], trainer: Trai
 def _drop_unused(engine: weakref.ref[Engine], set_to_none: bool = True) -> None:
     """What ``optimizer.zero_grad`` does: drop the gradients that no step has used, as the loop of Lightning has it."""
     found = engine()
-    if found is not None and found.accumulation.backwards:
-        found.zero_grad()
+    if found is not None and found.accumulation.of_any_kind:
+        found.zero_grad(counted=True)
 
 
 class _WrappedOptimizer(LightningOptimizer):

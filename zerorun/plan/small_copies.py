@@ -50,7 +50,7 @@ def small_copy(model: nn.Module, shrink: Callable[[Any], None]) -> nn.Module:
     """
     kind, config = type(model), copy.deepcopy(model.config)
     shrink(config)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         with torch.device("meta"):
             numel = sum(param.numel() for param in kind(config).parameters())  # type: ignore[call-arg]

@@ -31,13 +31,13 @@ _SEED = 1234
 _ALONE = "Remedy: compare the whole training by zerorun verify module:function --config FILE."
 
 
-def refuse_to_verify(engine: Any) -> None:
+def refuse_to_verify(engine: Any, *, in_a_step: bool) -> None:
     """Raise StepError or ConfigError where ``verify_batch`` cannot be done. Changes nothing."""
     topology = engine.topology
     refuse_lossy(engine.config)
     if topology.pipe * topology.tensor * topology.context * topology.expert > 1:
         raise StepError(f"engine.verify() needs a model that is whole on each rank, and this one is divided. {_ALONE}")
-    if engine.accumulation.backwards or engine.sharded_model.optimizer is None:
+    if in_a_step or engine.sharded_model.optimizer is None:
         raise StepError("engine.verify() in a step that has begun, or without an optimizer. Remedy: call it after step().")
 
 

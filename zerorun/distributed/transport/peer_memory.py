@@ -327,7 +327,9 @@ class PeerMemory:
         """The tables of offer ``number`` by rank, ``own`` for this one; None if one is missing."""
         offset, found = number % SLOTS * _ENTRY * _ITEM, {}
         for peer in self._peers:
-            if not self._read_board(peer, offset, _ENTRY) or self._word[0] != number + 1:
+            if not self._read_board(peer, offset, 1) or self._word[0] != number + 1:
+                return None
+            if not self._read_board(peer, offset, _ENTRY):  # after the number: one copy may take what lies behind it first
                 return None
             _, theirs, address, count, bytes_there = self._word
             if (theirs, count) != (tag, own.numel()):
