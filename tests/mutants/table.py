@@ -4279,8 +4279,8 @@ MUTANTS = (
     Mutant(
         "resized-steps-overflow-on-an-fp16-wire",
         "stale",
-        "zerorun/engine/batches.py",
-        "        self.comm.expect_micro_batches(batch.accumulation)",
+        "zerorun/engine/accumulation.py",
+        "        self._comm.expect_micro_batches(batch.accumulation)",
         "",
         ("tests/ranks/test_precision.py", "-k", "fp16_wire"),
     ),

@@ -231,6 +231,7 @@ class Accumulation:
         self._labels = LabelCounts(config.gradient_accumulation_steps * comm.topology.data_parallel_size)
         self.arrivals = Arrivals(scaler)
         self._mode: str | None = None
+        comm.expect_micro_batches(self.batch.accumulation)
         self.begin(lambda: scaler.at_minimum)
 
     def begin(self, inspects: Callable[[], bool]) -> None:
@@ -321,6 +322,7 @@ class Accumulation:
     def resize(self, batch: Batch) -> None:
         """Let later steps have these sizes. No backward may have come since the last update."""
         self.batch, self.begun_at = batch, self.micro_steps
+        self._comm.expect_micro_batches(batch.accumulation)
 
     # -- backwards, as the runtime sees them ---------------------------------------------------------------------
 

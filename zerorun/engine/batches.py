@@ -9,7 +9,6 @@ from ..config.batch import resolve_batch
 from ..config.parse import Config
 from ..data import EpochLoader
 from ..distributed.topology import Topology
-from ..distributed.transport.communicator import Communicator
 from ..errors import ConfigError, ConfigProblem, StepError
 from .accumulation import Accumulation, is_in_a_step
 
@@ -66,7 +65,6 @@ class Batches:
         batch = resolve_batch(train, micro, accumulation, self.topology.data_parallel_size)
         self.settle()  # the samples of the last step are counted in its own size
         self.accumulation.resize(batch)
-        self.comm.expect_micro_batches(batch.accumulation)
 
     # -- data ----------------------------------------------------------------------------------------------------
 
@@ -110,11 +108,6 @@ class Batches:
             num_workers=config.dataloader.num_workers if num_local_io_workers is None else num_local_io_workers,
             divide=config.dataloader.divide_stream,
         )
-
-    @property
-    def comm(self) -> Communicator:
-        """The collectives of this engine."""
-        raise NotImplementedError
 
     def settle(self) -> None:
         """Learn what has come of the last step."""

@@ -320,21 +320,15 @@ class Engine(CurvatureTaking):
             step.take_back.append(model.optimizer.take_back)
             self.history.expect(step)
             if self.lr_scheduler is not None:
-                try:
+                with _errors_told(self.lr_scheduler):
                     step.take_back.append(step_reversibly(self.lr_scheduler, model.optimizer.optimizer, **lr_kwargs))
-                except Exception as error:
-                    _tell_schedule_failed(self.lr_scheduler, error)
-                    raise
             return
         if decision.outcome.finite:
             self._apply(decision, summary)
         self.history.expect(step)
         if decision.outcome.finite and self.lr_scheduler is not None:
-            try:
+            with _errors_told(self.lr_scheduler):
                 self.lr_scheduler.step(**lr_kwargs)
-            except Exception as error:
-                _tell_schedule_failed(self.lr_scheduler, error)
-                raise
         self.refuse_failed()
 
     def _apply(self, decision: Decision, summary: Summary) -> None:
@@ -429,20 +423,25 @@ class Engine(CurvatureTaking):
             raise AttributeError(message, name=name, obj=self) from None
 
 
-def _tell_schedule_failed(schedule: Any, error: Exception) -> None:
-    """Tell what ``error`` means, which ``schedule`` has raised in its step, after the update.
+@contextmanager
+def _errors_told(schedule: Any) -> Iterator[None]:
+    """Tell what an error means that ``schedule`` raises in the block, its step, which comes after the update.
 
-    Raises StepError for the schedules of torch and zerorun. That of a script may mean something to it, and has a note.
+    Raises StepError for the schedules of torch and zerorun. That of a script may mean something to it, and gets a note.
     """
-    told = (
-        f"the learning-rate schedule {type(schedule).__name__} failed after the weights were updated, with "
-        f"{type(error).__name__}: {error}. This step counts, and the optimizer keeps the rates that it has. Remedy: "
-        "correct the schedule, or what it was told, such as its number of steps. To go on here with these rates, set "
-        "engine.lr_scheduler = None, and go on with the next batch."
-    )
-    if type(schedule).__module__.startswith(("torch.", "zerorun.")):
-        raise StepError(told) from error
-    _add_note(error, told)
+    try:
+        yield
+    except Exception as error:
+        told = (
+            f"the learning-rate schedule {type(schedule).__name__} failed after the weights were updated, with "
+            f"{type(error).__name__}: {error}. This step counts, and the optimizer keeps the rates that it has. Remedy: "
+            "correct the schedule, or what it was told, such as its number of steps. To go on here with these rates, set "
+            "engine.lr_scheduler = None, and go on with the next batch."
+        )
+        if type(schedule).__module__.startswith(("torch.", "zerorun.")):
+            raise StepError(told) from error
+        _add_note(error, told)
+        raise
 
 
 def _name_buffers(error: RuntimeError, module: nn.Module, dtype: torch.dtype) -> None:

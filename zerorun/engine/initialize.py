@@ -221,7 +221,6 @@ def initialize(
     _settle_apart(model, made.units, comm)
     scaler = LossScaler.of(wanted)
     accumulation = Accumulation(wanted, comm, scaler)
-    comm.expect_micro_batches(wanted.gradient_accumulation_steps)
     backwards = accumulation if observer is None else observer.watching(comm, accumulation)
     feedback = _feedback(wanted, accumulation, scaler)
     if feedback is not None and not any(hop.feeds_back for hop in plan.hops):

@@ -190,7 +190,7 @@ class Communicator:
         return self._channels[family]
 
     def expect_micro_batches(self, count: int) -> None:
-        """From now on a step has ``count`` micro-batches. All ranks must call it between steps."""
+        """From now on sums of gradients are over ``count`` micro-batches. All ranks must call it before they reduce any."""
         for channels in self._channels.values():
             channels.expect_micro_batches(count)
 
