@@ -4340,4 +4340,12 @@ MUTANTS = (
         "                pass",
         ("tests/unit/test_deepspeed_mode.py", "-k", "words_in_quotes"),
     ),
+    Mutant(
+        "failed-schedules-keep-the-model",
+        "stale",
+        "zerorun/engine/initialize.py",
+        "        _give_back(sharded_model, observer)",
+        "        pass",
+        ("tests/ranks/test_foreign_values.py", "-k", "given_again"),
+    ),
 )

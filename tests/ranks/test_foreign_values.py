@@ -73,6 +73,33 @@ def test_a_module_has_one_engine_at_a_time(stage: int, how: str) -> None:
             assert word in text
 
 
+def tried_again(stage: int, offload: bool) -> list[Any]:
+    """The losses of a model, those of one whose first initialize() failed in the schedule, and what that said."""
+    config = make_config(stage, comms_logger={"enabled": True})
+    if offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+
+    def failing(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.StepLR(optimizer, {0: 1}[dist.get_rank()])
+
+    model, answers, losses = build(), [], []
+    weights = [param.detach().clone() for param in model.parameters()]
+    answers.append(attempt(lambda: zerorun.initialize(model, config, lr_scheduler=failing)))
+    assert all(map(torch.equal, model.parameters(), weights)), "they are the module's again"
+    for trained in (build(), model):
+        engine = zerorun.initialize(trained, config)
+        losses.append([step(engine) for _ in range(3)])
+        engine.destroy()
+    return [*losses, answers]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, True), (3, False), (3, True)])
+def test_a_model_can_be_given_again_after_its_schedule_failed(stage: int, offload: bool) -> None:
+    for untroubled, again, [(kind, text)] in run_ranks(2, tried_again, stage, offload):
+        assert again == untroubled
+        assert kind == "ModelError" and "lr_scheduler=failing" in text
+
+
 def second_engine_with_a_shared_parameter(stage: int, frozen: bool) -> tuple[Any, ...]:
     """What is said of it. Both engines train if each has its own."""
     model, other = build(), build()

@@ -76,6 +76,7 @@ from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_e
 from ..startup.parallelized_model import ParallelizedModel
 from ..startup.shared_memory import refuse_shared_memory
 from ..watch.board import Phase, board, during, limit_waits
+from ..zero.access import restore_module
 from ..zero.builder import build, map_shards
 from ..zero.disks import open_disk
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
@@ -235,6 +236,13 @@ def initialize(
     sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)
     runtime.keep(_changes(sharded_model, wanted, device))
     runtime.keep(observer.attached_to(model) if observer is not None else ())
+    try:
+        schedule = _scheduler(wanted, lr_scheduler, sharded)
+    except ZerorunError:  # of all ranks alike
+        _give_back(sharded_model, observer)
+        if owns_topology:
+            topology.close()
+        raise
     kind = _engine_for(model)
     engine = kind(
         model,
@@ -243,7 +251,7 @@ def initialize(
         sharded_model,
         accumulation,
         scaler,
-        _scheduler(wanted, lr_scheduler, sharded),
+        schedule,
         _loader(wanted, training_data, collate_fn, topology),
         observer,
         owns_topology=owns_topology,
@@ -492,6 +500,17 @@ def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) 
         follow_memory(layer)
         yield layer.register_forward_pre_hook(follow_memory)
     yield from _recompute(model, config, device)
+
+
+def _give_back(sharded_model: ShardedModel, observer: RunObserver | None) -> None:
+    """Make the module whole again: the script may try once more with the same one. Collective."""
+    restore_module(sharded_model)
+    sharded_model.parts.undo()
+    for link in links_of(sharded_model.units):
+        link.close()
+    if observer is not None:
+        observer.close(sharded_model.comm, {})
+    sharded_model.close()
 
 
 def _lacks_layers(module: nn.Module) -> bool:
