@@ -4341,6 +4341,22 @@ MUTANTS = (
         ("tests/unit/test_deepspeed_mode.py", "-k", "words_in_quotes"),
     ),
     Mutant(
+        "second-argument-of-backward-is-another",
+        "order",
+        "zerorun/deepspeed/engine_names.py",
+        "    engine: Engine, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **own: Any",
+        "    engine: Engine, loss: torch.Tensor, scale_wrt_gas: bool = True, retain_graph: bool = False, **own: Any",
+        ("tests/unit/test_deepspeed_mode.py", "-k", "deepspeeds_order"),
+    ),
+    Mutant(
+        "nothing-loaded-has-a-state",
+        "stale",
+        "zerorun/deepspeed/engine_names.py",
+        "    return path, None if path is None else client_state",
+        "    return path, client_state",
+        ("tests/unit/test_deepspeed_mode.py", "-k", "without_their_names"),
+    ),
+    Mutant(
         "failed-schedules-keep-the-model",
         "stale",
         "zerorun/engine/initialize.py",

@@ -435,6 +435,101 @@ print(engine.optimizer_name(), engine.scheduler_name())
     assert swapper.startswith("ModelError zero.Init(param_swapper=object)") and names == "SGD None"
 
 
+ORDERS = {
+    "deepspeed.initialize": "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
+    "dist_init_required collate_fn config mesh_param config_params",
+    "deepspeed.init_distributed": "dist_backend auto_mpi_discovery distributed_port verbose timeout init_method "
+    "dist_init_required config rank world_size",
+    "deepspeed.add_config_arguments": "parser",
+    "deepspeed.tp_model_init": "model tp_size dtype config",
+    "deepspeed.zero.Init": "module data_parallel_group mem_efficient_linear remote_device pin_memory config_dict_or_path "
+    "config enabled dtype mpu zero_param_parallel_group zero_quantized_weights zero_quantized_nontrainable_weights "
+    "sequence_data_parallel_group param_swapper",
+    "deepspeed.runtime.zero.partition_parameters.GatheredParameters": "params modifier_rank fwd_module enabled",
+    "deepspeed.checkpointing.configure": "mpu_ deepspeed_config partition_activations contiguous_checkpointing "
+    "num_checkpoints checkpoint_in_cpu synchronize profile",
+    "deepspeed.comm.all_gather": "tensor_list tensor group async_op",
+    "deepspeed.comm.all_reduce": "tensor op group async_op",
+    "deepspeed.comm.barrier": "group async_op device_ids",
+    "deepspeed.comm.broadcast": "tensor src group async_op",
+    "deepspeed.comm.reduce": "tensor dst op group async_op",
+    "deepspeed.comm.send": "tensor dst group tag",
+    "deepspeed.ops.adam.DeepSpeedCPUAdam": "model_params lr bias_correction betas eps weight_decay amsgrad adamw_mode "
+    "fp32_optimizer_states",
+    "deepspeed.ops.adam.FusedAdam": "params lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none",
+    "deepspeed.ops.lion.DeepSpeedCPULion": "model_params lr betas weight_decay fp32_optimizer_states",
+    "deepspeed.ops.lion.FusedLion": "params lr betas weight_decay set_grad_none",
+    "deepspeed.utils.log_dist": "message ranks level",
+    "deepspeed.DeepSpeedEngine.backward": "self loss retain_graph scale_wrt_gas",
+    "deepspeed.DeepSpeedEngine.compile": "self backend compile_kwargs schedule compiled_autograd_enabled",
+    "deepspeed.DeepSpeedEngine.load_checkpoint": "self load_dir tag load_module_strict load_optimizer_states "
+    "load_lr_scheduler_states load_module_only custom_load_fn",
+    "deepspeed.DeepSpeedEngine.module_state_dict": "self destination prefix keep_vars exclude_frozen_parameters",
+    "deepspeed.DeepSpeedEngine.offload_states": "self include device pin_memory non_blocking",
+    "deepspeed.DeepSpeedEngine.save_16bit_model": "self save_dir save_filename exclude_frozen_parameters",
+    "deepspeed.DeepSpeedEngine.save_checkpoint": "self save_dir tag client_state save_latest exclude_frozen_parameters",
+    "deepspeed.DeepSpeedEngine.set_gradient_accumulation_boundary": "self is_boundary",
+    "deepspeed.DeepSpeedEngine.step": "self lr_kwargs",
+    "deepspeed.DeepSpeedEngine.train": "self mode",
+    "deepspeed.PipelineEngine.eval_batch": "self data_iter return_logits compute_loss reduce_output bcast_loss "
+    "num_micro_batches",
+    "deepspeed.PipelineEngine.train_batch": "self data_iter",
+}
+OTHER_NAMES = {"engine": "self", "dir": "save_dir"}  # what stands first, and is not named by those who call
+
+
+def test_arguments_come_in_deepspeeds_order(tmp_path: Path) -> None:
+    """Scripts leave out the names of the first ones. Where zerorun takes more, these come after DeepSpeed's."""
+    text = f"""
+import importlib, inspect
+for path in {list(ORDERS)}:
+    home, _, name = path.rpartition(".")
+    above, _, owner = home.rpartition(".")
+    found = importlib.import_module(above if owner.endswith("Engine") else home)
+    found = getattr(getattr(found, owner) if owner.endswith("Engine") else found, name)
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    print(*(one.name for one in inspect.signature(found).parameters.values() if one.kind in kinds))
+"""
+    for line, (path, order) in zip(printed(BEGIN + text, tmp_path), ORDERS.items(), strict=True):
+        found, wanted = [OTHER_NAMES.get(name, name) for name in line.split()], order.split()
+        assert found[: len(wanted)] == wanted, path
+
+
+def test_deepspeeds_arguments_without_their_names(tmp_path: Path) -> None:
+    """Of methods that zerorun has, too. Nothing to load is (None, None), and {} where zerorun's own method is called."""
+    text = """
+import torch, deepspeed
+from deepspeed.runtime.lr_schedules import WarmupLR
+settings = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 3), config=settings)
+loss = engine(torch.ones(1, 4)).sum()
+engine.backward(loss, True)
+engine.backward(loss, False, True)
+engine.step()
+print(engine.load_checkpoint("nothing", None), engine.resume("nothing"))
+engine.save_checkpoint("saved", "a", {"epoch": 3})
+kept = engine.state_dict()["weight"].clone()
+with torch.no_grad():
+    engine.module.load_state_dict({name: value + 1 for name, value in engine.module.state_dict().items()})
+for given in (("a", True, True, True), ("a", False, False, False, True, None)):
+    path, state = engine.load_checkpoint("saved", *given)
+    print(path.name, state, torch.equal(engine.state_dict()["weight"], kept))
+schedule = WarmupLR(engine.optimizer, 0.0, 1.0, 4, "linear", 1)
+print(engine.load_checkpoint(dir="saved", strict=True, allow_missing=["x"])[1], schedule.get_last_lr())
+for action in (lambda: engine.load_checkpoint("saved", custom_load_fn=print), lambda: engine.compile("eager", {}, []),
+               lambda: engine.compile("eager", None, None, True)):
+    try:
+        action()
+    except ValueError as error:
+        print(type(error).__name__, *str(error).split())
+"""
+    nothing, *loaded, own, load, schedule, graph = printed(BEGIN + text, tmp_path, ZERORUN_DEVICE="cpu")
+    assert nothing == "(None, None) (None, {})"
+    assert loaded == ["a {'epoch': 3} True", "a {'epoch': 3} True"] and own == "{'epoch': 3} [0.25]"
+    assert load.startswith("ConfigError engine.load_checkpoint(): 1 problem custom_load_fn = 'print': each rank reads")
+    assert "schedule = []: zerorun gathers" in schedule and "compiled_autograd_enabled = True: backward runs" in graph
+
+
 def test_what_scripts_ask_of_a_cpu(tmp_path: Path) -> None:
     text = """
 import torch

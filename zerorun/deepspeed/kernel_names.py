@@ -110,11 +110,22 @@ class FusedLion(single_pass.Lion):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
+        set_grad_none: bool = True,
     ) -> None:
         super().__init__(params, lr, betas, weight_decay)
 
 
-class DeepSpeedCPULion(FusedLion):
+class DeepSpeedCPULion(single_pass.Lion):
     """Lion. States are fp32."""
 
     elementwise = True
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
+    ) -> None:
+        super().__init__(model_params, lr, betas, weight_decay)

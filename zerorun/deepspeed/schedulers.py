@@ -32,10 +32,11 @@ def _schedule_class(name: str) -> type[LRSchedule]:
     order = [*first, *(field.name for field in fields(FORMULAS[name]) if field.name not in first)]
 
     def __init__(self: LRSchedule, optimizer: Any, *values: Any, last_batch_iteration: int = -1, **params: Any) -> None:
-        given = check_keywords("scheduler", name, {**dict(zip(order, values, strict=False)), **params})
-        formula = build_formula(name, given)
+        named = {**dict(zip((*order, "last_batch_iteration"), values, strict=False)), **params}
+        last = named.pop("last_batch_iteration", last_batch_iteration)
+        formula = build_formula(name, check_keywords("scheduler", name, named))
         assert formula is not None
-        LRSchedule.__init__(self, getattr(optimizer, "optimizer", optimizer), formula, last_batch_iteration)
+        LRSchedule.__init__(self, getattr(optimizer, "optimizer", optimizer), formula, last)
 
     text = f"The schedule {name}: ``{name}(optimizer, {', '.join(order)})``. Raises ConfigError for what it cannot use."
     made: Any = _ScheduleClass(name, (LRSchedule,), {"__init__": __init__, "__doc__": text, "__module__": __name__})

@@ -134,7 +134,7 @@ class Saving(Outcomes):
 
     def resume(self, dir: str | Path | None = None) -> tuple[Path | None, dict[str, Any]]:
         """Call ``load_checkpoint`` without a tag. ``dir`` defaults to ``checkpoint.dir`` of the configuration."""
-        return self.load_checkpoint(dir or self._directory or "")
+        return Saving.load_checkpoint(self, dir or self._directory or "")  # the DeepSpeed mode has one that differs
 
     @cached_property
     def _directory(self) -> Path | None:

@@ -514,8 +514,9 @@ class Init(TorchFunctionMode):
 
     ``module``: partition an existing module at once. ``dtype``: torch's default dtype in the block, in which parameters are
     created that say no other. ``enabled=False`` makes the context do nothing. ``param_swapper``, of DeepSpeed's for disks,
-    raises ModelError. The other keywords are DeepSpeed's, too, and have no effect: all ranks divide a parameter between
-    them, its parts are in host memory until ``initialize()`` places them, and the configuration counts there.
+    raises ModelError. The other arguments are DeepSpeed's, too, in its order, and have no effect: all ranks divide a
+    parameter between them, its parts are in host memory until ``initialize()`` places them, and the configuration counts
+    there.
     """
 
     open: ClassVar[int] = 0  # the number of blocks that the program is in
@@ -524,16 +525,19 @@ class Init(TorchFunctionMode):
     def __init__(
         self,
         module: nn.Module | None = None,
-        *,
-        config_dict_or_path: Any = None,
-        enabled: bool = True,
-        dtype: torch.dtype | None = None,
-        config: Any = None,
-        remote_device: str | None = None,
-        pin_memory: bool = False,
-        mpu: Any = None,
         data_parallel_group: Any = None,
         mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
         param_swapper: Any = None,
     ) -> None:
         super().__init__()
