@@ -4357,6 +4357,22 @@ MUTANTS = (
         ("tests/unit/test_deepspeed_mode.py", "-k", "without_their_names"),
     ),
     Mutant(
+        "weights-for-the-mode-are-lost-at-stage-3",
+        "stale",
+        "zerorun/deepspeed/parameters.py",
+        "    with GatheredBlock(away, modifier_rank=0) if away else nullcontext():",
+        "    with GatheredBlock(away) if away else nullcontext():",
+        ("tests/ranks/test_access.py", "-k", "mode_loads"),
+    ),
+    Mutant(
+        "no-reason-for-what-an-engine-lacks",
+        "remedy",
+        "zerorun/deepspeed/engine_names.py",
+        "        raise AttributeError(missing_reason(path), name=name, obj=engine) from None",
+        "        raise",
+        ("tests/unit/test_deepspeed_mode.py", "-k", "of_its_file"),
+    ),
+    Mutant(
         "failed-schedules-keep-the-model",
         "stale",
         "zerorun/engine/initialize.py",

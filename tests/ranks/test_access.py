@@ -20,9 +20,10 @@ from torch import nn
 from training import make_config, read_slowly, shared_topology
 
 import zerorun
+from zerorun.deepspeed.engine_names import load_module_state_dict, module_state_dict
 from zerorun.deepspeed.parameters import GatheredBlock, show_placeholders
 from zerorun.distributed.layout import ALIGNMENT
-from zerorun.errors import ModelError, ReleasedParameterError
+from zerorun.errors import CheckpointError, ModelError, ReleasedParameterError
 from zerorun.zero import GatheredParameters, Init
 from zerorun.zero.init import part_of
 
@@ -304,6 +305,45 @@ def merged_and_unmerged(stage: int, precision: str) -> tuple[bool, bool]:
 def test_in_the_mode_changes_without_modifier_rank_are_no_error(world: int, stage: int, precision: str) -> None:
     """As in DeepSpeed: at stage 3 the shards' values come back, on one rank too; below, nothing is done to them."""
     assert run_ranks(world, merged_and_unmerged, stage, precision) == [(stage == 3, stage < 3)] * world
+
+
+def trained_from(stage: int, precision: str, loaded: bool) -> dict[str, torch.Tensor]:
+    """The weights after a step from the same ones, which the model had from the start, or which were ``loaded``."""
+    torch.manual_seed(1)
+    model, other = Gpt().bfloat16().float(), Gpt()  # values that weights have in both precisions
+    wanted = model.state_dict()
+    model = other if loaded else model
+    config = make_config(stage, precision=precision)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu" if stage == 2 else "none"}
+    engine = zerorun.initialize(model, config, topology=shared_topology())
+    show_placeholders(engine)
+    if loaded:
+        before = engine.state_dict()
+        load_module_state_dict(engine, module_state_dict(engine))  # at stage 3 placeholders, and nothing changes
+        assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+        first, second = (dict(list(wanted.items())[half::2]) for half in (0, 1))
+        with pytest.raises(RuntimeError, match="Missing key"):
+            load_module_state_dict(engine, {"module": {}})
+        load_module_state_dict(engine, {"module": first}, allowed_missing_keys=second)
+        with pytest.raises(CheckpointError, match="only one of the model and the dict"):
+            load_module_state_dict(engine, second, allowed_missing_keys=[])
+        load_module_state_dict(engine, second, strict=False)
+    engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), 0))))
+    engine.step()
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_mode_loads_weights_into_an_engine(stage: int, precision: str) -> None:
+    """As if the model had had them from the start: also masters, and at stage 3 the shards."""
+    expected = run_ranks(2, trained_from, stage, precision, False)
+    found = run_ranks(2, trained_from, stage, precision, True)
+    for rank in (0, 1):
+        assert all(torch.equal(expected[0][name], value) for name, value in found[rank].items())
 
 
 def edited_before_the_engine() -> list[bool]:

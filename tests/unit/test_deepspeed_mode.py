@@ -435,6 +435,45 @@ print(engine.optimizer_name(), engine.scheduler_name())
     assert swapper.startswith("ModelError zero.Init(param_swapper=object)") and names == "SGD None"
 
 
+def test_what_an_engine_knows_of_its_file(tmp_path: Path) -> None:
+    """Questions without a collective. What zerorun does not do is no attribute, and the error has the reason."""
+    text = """
+import torch, deepspeed
+settings = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.5}}, "dataloader_drop_last": True,
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}, "communication_data_type": "bf16",
+            "flops_profiler": {"profile_step": 7}, "checkpoint": {"load_universal": True},
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}, "overlap_comm": False}}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 3), config=settings)
+print(engine.optimizer_params(), engine.scheduler_params(), engine.dataloader_drop_last(), engine.dump_state())
+print(engine.torch_autocast_enabled(), engine.torch_autocast_dtype(), engine.communication_data_type)
+print(engine.zero_offload_param(), engine.zero_offload_optimizer().device, engine.zero_cpu_offload(),
+      engine.zero_use_cpu_optimizer(), engine.zero_nvme_offload_optimizer(), engine.zero_overlap_comm())
+print(engine.load_universal_checkpoint(), engine.flops_profiler_profile_step(), engine.memory_breakdown())
+print(engine.get_model_parallel_rank(), engine.get_tensor_parallel_rank(), engine.get_sequence_parallel_group().size())
+plain, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 3), optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+                                 config={"train_batch_size": 1, "torch_autocast": {"enabled": True, "dtype": "fp16"}})
+print(plain.optimizer_params(), plain.scheduler_params(), plain.torch_autocast_enabled(), plain.torch_autocast_dtype())
+print(plain.zero_cpu_offload(), plain.zero_use_cpu_optimizer(), hasattr(plain, "clip_fp32_gradients"), plain.in_features)
+try:
+    plain.clip_fp32_gradients()
+except AttributeError as error:
+    print(error)
+"""
+    *found, lacks = printed(BEGIN + text, tmp_path, ZERORUN_DEVICE="cpu")
+    assert found == [
+        "{'lr': 0.5} {'warmup_num_steps': 5} True False",
+        "False torch.bfloat16 torch.bfloat16",
+        "None cpu True True False False",
+        "True 7 False",
+        "0 0 1",
+        "None None True torch.float16",
+        "False False False 4",
+    ]
+    assert (
+        lacks.startswith("deepspeed.DeepSpeedEngine.clip_fp32_gradients is not in zerorun, which") and "Remedy: " in lacks
+    )
+
+
 ORDERS = {
     "deepspeed.initialize": "args model optimizer model_parameters training_data lr_scheduler distributed_port mpu "
     "dist_init_required collate_fn config mesh_param config_params",
@@ -464,6 +503,8 @@ ORDERS = {
     "deepspeed.DeepSpeedEngine.compile": "self backend compile_kwargs schedule compiled_autograd_enabled",
     "deepspeed.DeepSpeedEngine.load_checkpoint": "self load_dir tag load_module_strict load_optimizer_states "
     "load_lr_scheduler_states load_module_only custom_load_fn",
+    "deepspeed.DeepSpeedEngine.load_module_state_dict": "self checkpoint strict custom_load_fn fetch_z3_params "
+    "z3_params_to_fetch allowed_missing_keys",
     "deepspeed.DeepSpeedEngine.module_state_dict": "self destination prefix keep_vars exclude_frozen_parameters",
     "deepspeed.DeepSpeedEngine.offload_states": "self include device pin_memory non_blocking",
     "deepspeed.DeepSpeedEngine.save_16bit_model": "self save_dir save_filename exclude_frozen_parameters",

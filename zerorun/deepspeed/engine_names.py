@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
+from ..config.parse import Config
+from ..config.sections import OffloadOptimizer, OffloadParam, Optimizer, Scheduler
 from ..engine.engine import Engine
-from ..errors import ConfigError, ConfigProblem
-from ..log import logger
+from ..errors import CheckpointError, ConfigError, ConfigProblem
+from ..log import listed, logger
+from ..optim.loss_scaler import DTYPES
+from .mpu import group_along
+from .parameters import loading
+from .surface import MISSING, missing_reason
+
+# -- questions -----------------------------------------------------------------------------------------------------
 
 
 def optimizer_name(engine: Engine) -> str | None:
@@ -43,6 +53,81 @@ def get_data_parallel_rank(engine: Engine) -> int:
     return engine.topology.data_parallel_rank
 
 
+def get_tensor_parallel_rank(engine: Engine) -> int:
+    """This rank's number among those that divide each layer."""
+    return engine.topology.tensor_rank
+
+
+def get_pipeline_parallel_rank(engine: Engine) -> int:
+    """The number of this rank's pipeline stage."""
+    return engine.topology.pipe_rank
+
+
+def get_sequence_parallel_group(engine: Engine) -> torch.distributed.ProcessGroup:
+    """The process group of the ranks that divide each sequence; this rank alone if none are divided."""
+    return group_along(engine.topology, "context")
+
+
+def communication_data_type(engine: Engine) -> torch.dtype:
+    """The dtype of gradients on the wire."""
+    return engine.comm.wire_dtype
+
+
+def _params(section: Optimizer | Scheduler | None) -> dict[str, Any] | None:
+    return None if section is None else dict(section.params)
+
+
+def _if_on(section: OffloadOptimizer | OffloadParam) -> Any:
+    return None if section.is_off() else section
+
+
+# Methods that answer from the configuration: None where it has no such section, or one that is switched off.
+_ANSWERS: dict[str, Callable[[Config], Any]] = {
+    "optimizer_params": lambda config: _params(config.optimizer),
+    "scheduler_params": lambda config: _params(config.scheduler),
+    "torch_autocast_enabled": lambda config: config.torch_autocast.enabled,
+    "torch_autocast_dtype": lambda config: DTYPES[config.torch_autocast.dtype],
+    "zero_offload_optimizer": lambda config: _if_on(config.zero_optimization.offload_optimizer),
+    "zero_offload_param": lambda config: _if_on(config.zero_optimization.offload_param),
+    "zero_cpu_offload": lambda config: config.zero_optimization.offload_optimizer.device == "cpu",
+    "zero_nvme_offload_optimizer": lambda config: config.zero_optimization.offload_optimizer.device == "nvme",
+    "zero_use_cpu_optimizer": lambda config: not config.zero_optimization.offload_optimizer.is_off(),
+    "load_universal_checkpoint": lambda config: config.checkpoint.load_universal,
+    "use_node_local_storage": lambda config: config.checkpoint.use_node_local_storage,
+}
+# Those that are called as a key: at the top level, or in a section with the prefix that it has there.
+_KEYS = (
+    "dataloader_drop_last dump_state gradient_predivide_factor log_level memory_breakdown zero_allow_untested_optimizer "
+    "zero_force_ds_cpu_optimizer"
+)
+_OF_ZERO = (
+    "allgather_bucket_size contiguous_gradients ignore_unused_parameters max_live_parameters max_reuse_distance "
+    "model_persistence_threshold overlap_comm param_persistence_threshold prefetch_bucket_size reduce_bucket_size "
+    "reduce_scatter round_robin_gradients sub_group_size"
+)
+_OF_PROFILER = "enabled module_depth output_file profile_step top_modules"
+
+
+def _answering(name: str, read: Callable[[Config], Any]) -> Callable[[Engine], Any]:
+    def answer(engine: Engine) -> Any:
+        return read(engine.config)
+
+    answer.__name__ = name
+    return answer
+
+
+def _answers() -> dict[str, Callable[[Config], Any]]:
+    return (
+        _ANSWERS
+        | {key: attrgetter(key) for key in _KEYS.split()}
+        | {f"zero_{key}": attrgetter(f"zero_optimization.{key}") for key in _OF_ZERO.split()}
+        | {f"flops_profiler_{key}": attrgetter(f"flops_profiler.{key}") for key in _OF_PROFILER.split()}
+    )
+
+
+# -- weights -------------------------------------------------------------------------------------------------------
+
+
 def module_state_dict(
     engine: Engine,
     destination: Any = None,
@@ -56,6 +141,39 @@ def module_state_dict(
         if exclude_frozen_parameters and not param.requires_grad:
             state.pop(prefix + name, None)
     return state
+
+
+def load_module_state_dict(
+    engine: Engine,
+    checkpoint: Mapping[str, Any],
+    strict: bool = True,
+    custom_load_fn: Any = None,
+    fetch_z3_params: bool = False,
+    z3_params_to_fetch: Any = None,
+    allowed_missing_keys: Collection[str] | None = None,
+) -> None:
+    """Load what ``module_state_dict`` returned, or a dict that has it as ``module``. All ranks must call it at stage 3.
+
+    Parameters that are divided are whole on each rank for the time, and get the values of rank 0; both arguments that say
+    which ones have no effect. Where the dict has a placeholder, as of ``module_state_dict`` at stage 3, the parameter keeps
+    its value. ``allowed_missing_keys``: with ``strict``, names that may be missing. Raises RuntimeError, as
+    ``load_state_dict`` of a module does, for names and shapes of another model, and ConfigError for a ``custom_load_fn``.
+    """
+    _refuse_load_fn("load_module_state_dict", custom_load_fn)
+    inside = checkpoint.get("module")
+    state = inside if isinstance(inside, Mapping) else checkpoint
+    if strict and allowed_missing_keys is not None:
+        own = engine.module.state_dict().keys()
+        wrong = (own - state.keys() - set(allowed_missing_keys)) | (state.keys() - own)
+        if wrong:
+            raise CheckpointError(
+                f"load_module_state_dict(): {listed(sorted(wrong))}: only one of the model and the dict has these names. "
+                "Remedy: add those that the dict lacks to allowed_missing_keys, or load what module_state_dict() of this "
+                "model returned."
+            )
+        strict = False
+    with loading(engine.module, state) as values:
+        engine.module.load_state_dict(values, strict=strict)
 
 
 # -- methods that zerorun has, too, with DeepSpeed's arguments in DeepSpeed's order --------------------------------
@@ -162,15 +280,45 @@ def leave_script(directory: Path) -> None:
         logger.warning("%s was not written: %s. The checkpoint is whole.", path, error.strerror)
 
 
+# -- how engines get them ------------------------------------------------------------------------------------------
+
+_look_up = Engine.__getattr__
+
+
+def look_up(engine: Engine, name: str) -> Any:
+    """Look up on the module what the engine lacks; say of what zerorun does not do why that is, and what to do instead."""
+    try:
+        return _look_up(engine, name)
+    except AttributeError as error:
+        path = f"deepspeed.DeepSpeedEngine.{name}"
+        if path not in MISSING or error.obj is not engine or error.name != name:
+            raise
+        raise AttributeError(missing_reason(path), name=name, obj=engine) from None
+
+
+_METHODS: tuple[Callable[..., Any], ...] = (
+    optimizer_name,
+    scheduler_name,
+    dynamic_loss_scale,
+    get_data_parallel_rank,
+    get_tensor_parallel_rank,
+    get_pipeline_parallel_rank,
+    get_sequence_parallel_group,
+    collect_python_gc,
+    module_state_dict,
+    load_module_state_dict,
+    backward,
+    compile,
+    load_checkpoint,
+    save_checkpoint,
+)
+
+
 def name_engines() -> None:
     """Give engines these methods. The mode does it at ``import deepspeed``."""
-    ways = (
-        optimizer_name,
-        scheduler_name,
-        dynamic_loss_scale,
-        get_data_parallel_rank,
-        module_state_dict,
-        collect_python_gc,
-    )
-    for method in (*ways, backward, compile, load_checkpoint, save_checkpoint):
-        setattr(Engine, method.__name__, method)
+    named = {method.__name__: method for method in _METHODS}
+    answers = {name: _answering(name, read) for name, read in _answers().items()}
+    others = {"get_model_parallel_rank": get_tensor_parallel_rank, "__getattr__": look_up}
+    for name, method in (named | answers | others).items():
+        setattr(Engine, name, method)
+    setattr(Engine, communication_data_type.__name__, property(communication_data_type))

@@ -61,7 +61,7 @@ class Grid:
         return self._topology.pipe
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
-        return _group(self._topology, "pipe")
+        return group_along(self._topology, "pipe")
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
@@ -78,7 +78,7 @@ class Grid:
         return self._topology.data_parallel_size
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return _group(self._topology, "batch")
+        return group_along(self._topology, "batch")
 
     def get_data_parallel_group_ranks(self) -> list[int]:
         """Return the global ranks of the data-parallel group, in ascending order."""
@@ -96,7 +96,7 @@ class Grid:
         return self._topology.pipe * self._topology.tensor
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return _group(self._topology, "model")
+        return group_along(self._topology, "model")
 
     def get_model_parallel_src_rank(self) -> int:
         return self._topology.ranks_along("model")[0]
@@ -110,7 +110,7 @@ class Grid:
         return self._topology.tensor
 
     def get_slice_parallel_group(self) -> dist.ProcessGroup:
-        return _group(self._topology, "tensor")
+        return group_along(self._topology, "tensor")
 
     def get_slice_parallel_src_rank(self) -> int:
         return self._topology.rank - self._topology.tensor_rank
@@ -140,5 +140,6 @@ class PipelineParallelGrid(Grid):
         self.slice_group = list(made.ranks_along("tensor"))
 
 
-def _group(topology: Topology, axis: str) -> dist.ProcessGroup:
+def group_along(topology: Topology, axis: str) -> dist.ProcessGroup:
+    """The process group of the ranks along ``axis``; this rank alone if it is the only one. All make the first call."""
     return topology.group(axis) if topology.size(axis) > 1 else topology.own_group()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -190,8 +192,23 @@ class MarkPlaceholders(ModuleHook):
                 state[prefix + name] = placeholder(param).as_subclass(UnsavedPlaceholder)
 
 
+@contextmanager
+def loading(module: nn.Module, state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """In the block, parameters of which ``state`` has values are whole, and get those of rank 0 at its end.
+
+    Yields ``state`` without its placeholders: it has the parameters themselves there. All ranks must call it.
+    """
+    params = dict(module.named_parameters(remove_duplicate=False))
+    shown = {name: params[name] for name, value in state.items() if isinstance(value, UnsavedPlaceholder)}
+    away = [param for name, param in params.items() if name in state and name not in shown and _is_away(param)]
+    with GatheredBlock(away, modifier_rank=0) if away else nullcontext():
+        yield {**state, **shown} if shown else state
+
+
 def _is_away(tensor: torch.Tensor) -> bool:
-    return find(tensor) is not None and _status(tensor) is ZeroParamStatus.NOT_AVAILABLE
+    found = find(tensor)
+    divided = found is not None and found[0].runtime.plan.shares_params
+    return divided and _status(tensor) is ZeroParamStatus.NOT_AVAILABLE
 
 
 def install() -> None:

@@ -202,6 +202,15 @@ MISSING: dict[str, str] = {
     "deepspeed.inference": "zerorun trains. Remedy: engine.export() the model, and serve it elsewhere.",
     "deepspeed.init_inference": "zerorun trains. Remedy: engine.export() the model, and serve it elsewhere.",
     "deepspeed.DeepSpeedHybridEngine": "there is no engine for both training and serving. Remedy: engine.export().",
+    "deepspeed.DeepSpeedEngine.allreduce_bucket": "reductions belong to backward. Remedy: torch.distributed.all_reduce().",
+    "deepspeed.DeepSpeedEngine.buffered_allreduce_fallback": "step() sums what backward has left. Remedy: leave it out.",
+    "deepspeed.DeepSpeedEngine.clip_fp32_gradients": "step() clips, by the norm over all ranks. Remedy: "
+    '"gradient_clipping" in the file.',
+    "deepspeed.DeepSpeedEngine.load_moe_state_dict": "experts are loaded with the rest. Remedy: engine.load_checkpoint().",
+    "deepspeed.DeepSpeedEngine.register_compile_pass": "DeepCompile has no place here. Remedy: engine.compile().",
+    "deepspeed.DeepSpeedEngine.set_custom_curriculum_learning_schedule": "data efficiency is not built. Remedy: choose "
+    "in the dataset or its sampler what is learned when.",
+    "deepspeed.DeepSpeedEngine.set_data_post_process_func": "data efficiency is not built. Remedy: pass a collate_fn.",
     "deepspeed.InferenceEngine": "zerorun trains. Remedy: engine.export() the model, and serve it elsewhere.",
     "deepspeed.DeepSpeedTransformerLayer": "there are no fused layers. Remedy: torch's layers, and engine.compile().",
     "deepspeed.linear": "there is no OptimizedLinear. Remedy: peft's LoRA with a quantised base, which zerorun shards.",
