@@ -120,3 +120,65 @@ def test_low_bit_states_are_counted_saved_and_loaded(tmp_path: Path, kind: str) 
         assert codes["2.weight"].shape == (136, 128) and codes["2.weight"].dtype == torch.uint8
         error = run_ranks(1, load_alone, str(tmp_path), "torchao 8 bits in other blocks")[0]
         assert "optimizer.exp_avg.scale of '2.weight'" in error and "load_optimizer=False" in error
+
+
+STEPS = 3
+OVERRIDES = {"0.weight": {"optim_bits": 32}, "2.weight": {"lr": 0.0}}
+
+
+def overridden(module: nn.Module, bits: int) -> torch.optim.Optimizer:
+    """An optimizer whose manager has settings for two weights, and those of an optimizer of before for some places."""
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    manager.index2config.update({(0, place): {"lr": 0.5} for place in (1, 3, 5)})
+    manager.register_module_override(module[0], "weight", OVERRIDES["0.weight"])
+    manager.override_config(module[2].weight, key_value_dict=dict(OVERRIDES["2.weight"]))
+    return bnb.optim.AdamW(module.parameters(), lr=1e-2, optim_bits=bits)
+
+
+def inputs_of(step: int) -> torch.Tensor:
+    return torch.randn(4, 33, generator=torch.Generator().manual_seed(step))
+
+
+def train_overridden(stage: int, precision: str, bits: int) -> tuple[dict[str, torch.Tensor], dict[Any, torch.dtype]]:
+    """The weights after STEPS, and the dtypes of this rank's states, by shape."""
+    module = model()
+    config = make_config(stage, precision=precision)
+    if precision == "bf16":
+        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": False}
+    optimizer = overridden(module, bits)
+    engine = zerorun.initialize(module, config, optimizer=optimizer, topology=shared_topology())
+    steps(engine, 0, STEPS)
+    dtypes = {tuple(param.shape): state["state1"].dtype for param, state in optimizer.state.items()}
+    weights = engine.state_dict()
+    engine.destroy()
+    bnb.optim.GlobalOptimManager.get_instance().initialize()
+    return weights, dtypes
+
+
+@pytest.mark.parametrize(("stage", "bits"), [(3, 8), (1, 32), (0, 8)])
+def test_overrides_of_single_parameters_are_followed(stage: int, bits: int) -> None:
+    """As in one process. Places that the manager has of another optimizer are those of no parameter here."""
+    plain = model()
+    optimizer = overridden(plain, bits)
+    optimizer.mng.index2config.clear()
+    for step in range(STEPS):
+        inputs = inputs_of(step)
+        (plain(inputs) - inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    bnb.optim.GlobalOptimManager.get_instance().initialize()
+    found = run_ranks(2, train_overridden, stage, "fp32", bits)
+    kept = {shape: dtype for _, dtypes in found for shape, dtype in dtypes.items()}
+    small = torch.uint8 if bits == 8 else torch.float32
+    assert kept[128, 33] is torch.float32 and kept[136, 128] is small and kept[33, 136] is small
+    for name, value in plain.state_dict().items():
+        assert torch.equal(found[0][0][name], value), name
+    assert torch.equal(found[0][0]["2.weight"], model()[2].weight)
+
+
+def test_overrides_are_followed_where_masters_are_bf16() -> None:
+    """There copies of the tensors are updated."""
+    for weights, _ in run_ranks(2, train_overridden, 1, "bf16", 32):
+        kept = [torch.equal(weights[name], value.bfloat16()) for name, value in model().state_dict().items()]
+        assert kept == [name == "2.weight" for name in weights]

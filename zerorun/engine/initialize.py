@@ -42,6 +42,7 @@ from ..ops.single_pass import SinglePassOptimizer
 from ..optim.loss_scaler import LossScaler
 from ..optim.lr_schedules import build_schedule
 from ..optim.muon import Muon
+from ..optim.needs import give_overrides, overrides_of
 from ..optim.optimizers import build_optimizer, split_state, watched
 from ..optim.parts import PartsOptimizer
 from ..optim.requested import RawOptimizer, without_elsewhere
@@ -434,9 +435,12 @@ def _shard_optimizer(
     for piece in pieces:
         members[piece.group].append(piece)
     if raw.optimizer is not None:
+        overrides = overrides_of(raw.optimizer)
         for group, owned in zip(raw.optimizer.param_groups, members, strict=True):
             group["params"] = [piece.tensor for piece in owned]
         optimizer = raw.optimizer
+        owners = {piece.tensor: id(piece.flat_group.params[piece.runs[0].entry]) for piece in pieces if overrides}
+        give_overrides(optimizer, {tensor: overrides[owner] for tensor, owner in owners.items() if owner in overrides})
         optimizer.state.clear()  # Adagrad has some of whole parameters, and makes them anew
     else:
         groups = [

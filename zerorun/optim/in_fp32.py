@@ -197,14 +197,15 @@ class StepsInFp32:
         copies = [stretch.copy(coefficient) for stretch in batch]
         for stretch, copy in zip(batch, copies, strict=True):
             members[stretch.kept.group].append(copy)
-        optimizer = copy_over(self._optimizer, members)
+        kept = dict(zip(copies, (stretch.kept.tensor for stretch in batch), strict=True))
+        optimizer = copy_over(self._optimizer, members, kept)
         for stretch, copy in zip(batch, copies, strict=True):
             if states := stretch.states():
                 optimizer.state[copy] = states
         if isinstance(optimizer, PartsOptimizer):
             if sums is not None:
                 sums.begin()
-            optimizer.take_copies(dict(zip(copies, (stretch.kept.tensor for stretch in batch), strict=True)), sums)
+            optimizer.take_copies(kept, sums)
         step_once(optimizer)
         return optimizer, copies
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from enum import IntEnum
 from functools import partial
@@ -29,6 +29,8 @@ _SHAPE, _STEPS = (96, 64), 3
 _SMALL, _MANY = (16, 8), 64  # where there are many groups, fewer steps: at most _UPDATES over all groups
 _UPDATES = 512
 _RATE = 0.01  # a warm-up may begin with 0, with which nothing would move
+
+_NONE: Mapping[Any, Any] = {}
 
 Make = Callable[[list[list[Tensor]]], torch.optim.Optimizer]
 """Makes an optimizer of the tensors of each parameter group."""
@@ -154,10 +156,13 @@ def _switch(value: Any) -> Any:
 # -- trials -----------------------------------------------------------------------------------------------------------
 
 
-def copy_over(optimizer: torch.optim.Optimizer, members: list[list[torch.Tensor]]) -> torch.optim.Optimizer:
+def copy_over(
+    optimizer: torch.optim.Optimizer, members: list[list[torch.Tensor]], copies: Mapping[Tensor, Tensor] = _NONE
+) -> torch.optim.Optimizer:
     """Copy ``optimizer`` with its settings over other parameters, without hooks and methods patched by schedulers.
 
-    A step of the copy changes nothing that the optimizer has.
+    A step of the copy changes nothing that the optimizer has. ``copies``: tensor -> the parameter of the optimizer of which
+    it has the overrides; others have none.
     """
     made: Any = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
@@ -167,6 +172,8 @@ def copy_over(optimizer: torch.optim.Optimizer, members: list[list[torch.Tensor]
         {**{key: _own(value) for key, value in group.items()}, "params": params}
         for group, params in zip(optimizer.param_groups, members, strict=True)
     ]
+    overrides = overrides_of(optimizer) if copies else {}
+    give_overrides(made, {copy: overrides[id(own)] for copy, own in copies.items() if id(own) in overrides})
     made.state = defaultdict(dict)
     made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     found: torch.optim.Optimizer = made
@@ -194,3 +201,36 @@ def makes_states_in_step(optimizer: torch.optim.Optimizer) -> bool:
     except Exception:  # Adagrad's is a KeyError, before torch 2.13
         return False
     return True
+
+
+# -- overrides: settings of single parameters, which bitsandbytes keeps in one table for all optimizers of the process ----
+
+_TABLES = ("pid2config", "index2config", "module_weight_config_triple")  # the names that bitsandbytes gives them
+
+
+def overrides_of(optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, Any]]:
+    """The settings that single parameters of ``optimizer`` have instead of those of their group, by id(parameter)."""
+    manager: Any = getattr(optimizer, "mng", None)
+    if optimizer is None or not _has_tables(manager):
+        return {}
+    found = dict(manager.pid2config)
+    found.update({id(getattr(module, name, None)): own for module, name, own in manager.module_weight_config_triple})
+    mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return {key: own for key, own in found.items() if key in mine}
+
+
+def give_overrides(optimizer: torch.optim.Optimizer, overrides: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Let these parameters of ``optimizer`` have ``overrides`` from now on, and others none.
+
+    It gets a table of its own: in that of the process, places of parameters are those of whichever optimizer came before.
+    """
+    manager = getattr(optimizer, "mng", None)
+    if _has_tables(manager):
+        own = copy(manager)
+        by_id = {id(param): dict(settings) for param, settings in overrides.items()}
+        vars(own).update(zip(_TABLES, (by_id, {}, []), strict=True))
+        vars(optimizer).update(mng=own)
+
+
+def _has_tables(manager: Any) -> bool:
+    return all(hasattr(manager, table) for table in _TABLES)

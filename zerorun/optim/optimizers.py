@@ -26,7 +26,7 @@ from zerorun.ops.state_format import BLOCK, is_scale
 from .adafactor import Adafactor
 from .lamb import Lamb
 from .muon import Muon
-from .needs import Needs, WatchedSettings, copy_over, try_needs
+from .needs import Needs, WatchedSettings, copy_over, overrides_of, try_needs
 from .parts import PartsOptimizer
 
 # The update of an element depends only on that element's gradient and state (and on step counts), so these optimizers can
@@ -161,13 +161,13 @@ def needs_of(
     """What ``optimizer``, or the one that ``type`` and ``params`` of the config describe, needs of the parameters.
 
     Classes that are not known are tried; a class attribute ``elementwise = True`` spares them that. With ``elementwise =
-    False``, also of the object, it needs matrices at least. ``groups``: the settings of its parameter groups. Raises
-    ConfigError as ``build_optimizer``.
+    False``, also of the object, it needs matrices at least, as it does with overrides: their parameters get tensors of
+    their own. ``groups``: the settings of its parameter groups. Raises ConfigError as ``build_optimizer``.
     """
     kind = resolve_optimizer(type, params)[0] if optimizer is None else optimizer.__class__
     known = _known_needs(kind)
     says_no = getattr(kind if optimizer is None else optimizer, "elementwise", None) is False
-    least = Needs.MATRICES if says_no else Needs.ELEMENTS
+    least = Needs.MATRICES if says_no or overrides_of(optimizer) else Needs.ELEMENTS
     if known is not None:
         return max(least, known)
 
