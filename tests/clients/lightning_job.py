@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "checkpointing": {},  # of activations
     "lora": {},
     "refused": {},
+    "evaluation": {},  # of checkpoints and of files of weights, and in 16 bits
 }
 
 
@@ -81,6 +83,9 @@ class Model(LightningModule):
         )
 
     test_step = validation_step
+
+    def predict_step(self, batch: Any, number: int) -> Any:
+        return self.model(**batch).logits
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW([param for param in self.parameters() if param.requires_grad], lr=1e-2)
@@ -136,6 +141,23 @@ def refused(stage: int) -> dict[str, Any]:
     }
 
 
+def evaluated(trainer: Callable[..., Trainer], model: Model, data: Any, folder: str) -> dict[str, Any]:
+    """What a module and those that load what was saved of it give outside of fit(), and what fit() does after that."""
+    held_back = DataLoader(Sentences(8), batch_size=2)
+    found: dict[str, Any] = {"validation": trainer(1).validate(model, held_back, verbose=False)[0]["validation"]}
+    for name in ("last", "weights"):
+        used = Model("evaluation")
+        tested = trainer(1).test(used, held_back, f"{folder}/{name}.ckpt", verbose=False)
+        found[f"test of {name}"] = tested[0]["validation"]
+    for precision in ("bf16-mixed", "bf16-true"):
+        used = Model("evaluation")
+        logits = trainer(1, precision=precision).predict(used, held_back)
+        assert logits is not None
+        found[precision] = [str(logits[0].dtype), str(next(used.parameters()).dtype)]
+    trainer(1).fit(model, data)
+    return {**found, "log after it": model.log_of_losses}
+
+
 def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     if cell == "refused":
         return refused(stage or 0)
@@ -145,14 +167,16 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     found: dict[str, Any] = {}
 
-    def trainer(epochs: int) -> Trainer:
+    def trainer(epochs: int, **given: Any) -> Trainer:
         strategy = DDPStrategy() if stage is None else ZerorunStrategy({"zero_optimization": zero})
         saves = ModelCheckpoint(folder, save_last=True, save_weights_only=cell == "weights only")
+        evaluates = cell == "evaluation"
+        keeps = evaluates or cell in ("checkpoint", "weights only")
         return Trainer(
             accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, limit_train_batches=4, logger=False,
-            callbacks=[saves] if cell in ("checkpoint", "weights only") else None, barebones=False,
-            enable_checkpointing=cell in ("checkpoint", "weights only"), enable_progress_bar=False,
-            enable_model_summary=False, limit_val_batches=2 if cell in ("validation", "dropped") else 0, **CELLS[cell],
+            callbacks=[saves] if keeps else None, barebones=False, enable_checkpointing=keeps, enable_progress_bar=False,
+            enable_model_summary=False, limit_val_batches=2 if evaluates or cell in ("validation", "dropped") else 0,
+            **{**CELLS[cell], **given},
         )  # fmt: skip
 
     data = DataLoader(Sentences(), batch_size=2)
@@ -170,6 +194,10 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
         model = Model(cell)
         trainer(3).fit(model, data, ckpt_path=f"{folder}/last.ckpt")
         found["resumed"] = model.log_of_losses
+    if cell == "evaluation":
+        used.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+        dist.barrier()
+        found |= evaluated(trainer, model, data, folder)
     if cell == "weights only":
         state = torch.load(f"{folder}/last.ckpt", weights_only=False)["state_dict"]
         found["saved"] = [float(value.double().sum()) for value in state.values()]

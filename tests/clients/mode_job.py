@@ -16,6 +16,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,10 @@ from safetensors.torch import save
 from torch.utils.data import DataLoader
 from trainer_job import train
 from transformers import Trainer, TrainingArguments
+
+trained_by_lightning = None
+if find_spec("lightning") is not None:
+    from lightning_job import train as trained_by_lightning
 
 
 def attempt(action: Callable[[], Any]) -> str:
@@ -191,6 +196,9 @@ def main() -> None:
     found["trainer"] = {}
     for cell, stage in (("by day", None), ("by day", 3), ("sequences by day", 1)):
         found["trainer"] |= run_cell(cell, stage, train)
+    if trained_by_lightning is not None:
+        for stage in (None, 1, 3):
+            found["lightning"] = found.get("lightning", {}) | run_cell("evaluation", stage, trained_by_lightning)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
 

@@ -43,7 +43,7 @@ TRL = {
 }
 LIGHTNING = (
     "plain", "accumulation", "clipping", "validation", "checkpoint", "weights only", "bf16", "offload", "manual",
-    "dropped", "checkpointing", "lora",
+    "dropped", "checkpointing", "lora", "evaluation",
 )  # fmt: skip
 
 

@@ -84,6 +84,13 @@ def test_two_configurations_are_one_too_many(found: dict[str, Any]) -> None:
     assert found["two"].startswith("ConfigError") and "other.json" in found["two"]
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_lightning_evaluates_as_ddp(found: dict[str, Any], stage: int) -> None:
+    """Below stage 3 checkpoints were not found, and precisions had no effect; at stage 3 files of weights had none."""
+    pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[clients]'")
+    compare(found["lightning"], "evaluation", stage)
+
+
 def test_lightning_is_told_that_a_step_ends_with_a_loss() -> None:
     """With several ranks it says so itself. With one, the update went to the step after, without a word."""
     pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[clients]'")

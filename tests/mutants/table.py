@@ -4404,4 +4404,20 @@ MUTANTS = (
         "        pass",
         ("tests/ranks/test_foreign_values.py", "-k", "given_again"),
     ),
+    Mutant(
+        "evaluation-leaves-files-of-weights-out",
+        "swallowed",
+        "zerorun/integrations/lightning.py",
+        '        if "state_dict" in checkpoint:',
+        "        if self._engine is None:",
+        ("tests/clients/test_mode.py", "-k", "lightning_evaluates"),
+    ),
+    Mutant(
+        "evaluation-ignores-the-precision",
+        "swallowed",
+        "zerorun/integrations/lightning.py",
+        '    return {**config, "data_types": dtypes, "torch_autocast": {"enabled": True, "dtype": rounds}}',
+        "    return config",
+        ("tests/clients/test_mode.py", "-k", "lightning_evaluates"),
+    ),
 )

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.strategy import _ForwardRedirection
@@ -32,6 +31,7 @@ from ..config.source import read_source
 from ..engine.engine import Engine
 from ..engine.initialize import initialize
 from ..errors import CheckpointError, ConfigError, ConfigProblem, StepError
+from ..zero.access import GatheredParameters
 
 _CLIPPING = 'say the norm to Trainer(gradient_clip_val=...), or as "gradient_clipping" in the file, and leave out the call.'
 _BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -121,6 +121,20 @@ def _drop_unused(engine: weakref.ref[Engine], set_to_none: bool = True) -> None:
         found.zero_grad(counted=True)
 
 
+def _for_evaluation(config: dict[str, Any], *, autocast: bool) -> dict[str, Any]:
+    """``config`` for an engine without an optimizer. ``autocast``: weights that train in 16 bits stay fp32, as in DDP.
+
+    There are no fp32 masters, so what an engine in 16 bits rounds would be lost to the module.
+    """
+    config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+    rounds = next((key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")), None)
+    if rounds is None or not autocast:
+        return config
+    dtypes = {key: value for key, value in config.get("data_types", {}).items() if key == "buffer_dtype"}
+    config = {key: value for key, value in config.items() if key not in ("bf16", "fp16")}
+    return {**config, "data_types": dtypes, "torch_autocast": {"enabled": True, "dtype": rounds}}
+
+
 class _WrappedOptimizer(LightningOptimizer):
     """What ``LightningModule.optimizers()`` gives. Lightning's own has ``zero_grad`` of torch's class, not the engine's."""
 
@@ -148,7 +162,7 @@ class ZerorunStrategy(DDPStrategy):
 
     @property
     def engine(self) -> Engine:
-        """The engine while a Trainer fits. Raises RuntimeError at other times."""
+        """The engine while a Trainer fits or evaluates. Raises RuntimeError at other times."""
         if self._engine is None:
             raise RuntimeError("there is no engine yet. Remedy: ask for it from on_fit_start() on.")
         return self._engine
@@ -173,21 +187,22 @@ class ZerorunStrategy(DDPStrategy):
             precision_plugin = EnginePrecision(name, self)
         self._precision_plugin = precision_plugin
 
+    @property
+    def _is_in_16_bits(self) -> bool:
+        """Whether the Trainer asks for a module in 16 bits, and not for one in fp32 that computes in 16 bits."""
+        return str(self.precision_plugin.precision) in ("bf16-true", "16-true")
+
     # -- set-up ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
-        """Make the engine, for training or, where stage 3 divides the model, for evaluation."""
+        """Make the engine, for training or for evaluation, where it has no optimizer."""
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
         config = self._configuration(trainer, fits=fits)
-        if not fits and config.get("zero_optimization", {}).get("stage") != 3:
-            self.model_to_device()
-            _sync_module_states(self.lightning_module)
-            return
         optimizer, schedules = self._optimizer(config) if fits else (None, [])
         if not fits:
-            config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+            config = _for_evaluation(config, autocast=not self._is_in_16_bits)
         self._engine = initialize(self.lightning_module, config, optimizer=optimizer)
         if self._engine.sharded is not None:
             self._engine.sharded.give_methods(zero_grad=partial(_drop_unused, weakref.ref(self._engine)))
@@ -302,6 +317,8 @@ class ZerorunStrategy(DDPStrategy):
         return dict(state or {})
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Do nothing where the engine has loaded the weights."""
-        if self._engine is None:
-            super().load_model_state_dict(checkpoint, strict)
+        """Load the weights of a file. Those of a directory the engine has loaded."""
+        assert self.lightning_module is not None
+        if "state_dict" in checkpoint:
+            with GatheredParameters(list(self.lightning_module.parameters()), modifier_rank=0):
+                super().load_model_state_dict(checkpoint, strict)
