@@ -154,6 +154,19 @@ def evaluated(trainer: Callable[..., Trainer], model: Model, data: Any, folder: 
         logits = trainer(1, precision=precision).predict(used, held_back)
         assert logits is not None
         found[precision] = [str(logits[0].dtype), str(next(used.parameters()).dtype)]
+    for precision in ("bf16-mixed", "bf16-true"):
+        used = Model("evaluation")
+        used.model.lm_head.weight.requires_grad_(False)
+        saves = ModelCheckpoint(folder, filename=precision, save_weights_only=True)
+        trainer(1, precision=precision, callbacks=[saves]).fit(used, data)
+        file = torch.load(f"{folder}/{precision}.ckpt", weights_only=False)["state_dict"]
+        fitted = used.state_dict()
+        found[f"after {precision}"] = [
+            sorted({str(value.dtype) for value in file.values()}),
+            any((value != value.bfloat16()).any() for value in fitted.values()),  # digits that bf16 has not
+            all(torch.equal(value, file[name]) and value.dtype == file[name].dtype for name, value in fitted.items()),
+        ]
+        trainer(1, precision=precision).predict(used, held_back)
     trainer(1).fit(model, data)
     return {**found, "log after it": model.log_of_losses}
 
@@ -174,9 +187,9 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
         keeps = evaluates or cell in ("checkpoint", "weights only")
         return Trainer(
             accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, limit_train_batches=4, logger=False,
-            callbacks=[saves] if keeps else None, barebones=False, enable_checkpointing=keeps, enable_progress_bar=False,
-            enable_model_summary=False, limit_val_batches=2 if evaluates or cell in ("validation", "dropped") else 0,
-            **{**CELLS[cell], **given},
+            barebones=False, enable_checkpointing=keeps, enable_progress_bar=False, enable_model_summary=False,
+            limit_val_batches=2 if evaluates or cell in ("validation", "dropped") else 0,
+            **{"callbacks": [saves] if keeps else None, **CELLS[cell], **given},
         )  # fmt: skip
 
     data = DataLoader(Sentences(), batch_size=2)

@@ -4420,4 +4420,20 @@ MUTANTS = (
         "    return config",
         ("tests/clients/test_mode.py", "-k", "lightning_evaluates"),
     ),
+    Mutant(
+        "masters-are-lost-where-an-engine-ends",
+        "stale",
+        "zerorun/zero/access.py",
+        "    return torch.where(rounded(flat_group.plan, full) == weights, full, weights)",
+        "    return weights",
+        ("tests/ranks/test_access.py", "-k", "exact_weights"),
+    ),
+    Mutant(
+        "masters-undo-what-a-script-has-changed",
+        "stale",
+        "zerorun/zero/access.py",
+        "    return torch.where(rounded(flat_group.plan, full) == weights, full, weights)",
+        "    return full",
+        ("tests/ranks/test_access.py", "-k", "exact_weights"),
+    ),
 )

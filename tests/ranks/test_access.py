@@ -458,6 +458,46 @@ def test_destroy_frees_everything(stage: int) -> None:
     assert run_ranks(2, cycle, stage, 6) == [(0, True)] * 2
 
 
+def exact_weights(stage: int, sections: dict[str, Any]) -> list[str]:
+    """Names of weights that are not their masters, where an engine gives exact ones: while it lives, and when it ends."""
+    torch.manual_seed(0)
+    model = Gpt()
+    frozen, *_, changed = dict(model.named_parameters())
+    model.get_parameter(frozen).requires_grad_(False)
+    engine = zerorun.initialize(model, make_config(stage, precision="bf16", **sections), topology=shared_topology())
+    for step in range(2):
+        engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), step))))
+        engine.step()
+    expected: dict[str, torch.Tensor] = {}
+    for name, param in model.named_parameters():
+        expected[name] = engine.state_dict()[name] if name == frozen else zerorun.zero.safe_get_full_fp32_param(param).cpu()
+    assert any((value != value.bfloat16()).any() for value in expected.values())
+    if stage < 3:  # one element, which an average of weights has replaced, say; its master does not know
+        model.get_parameter(changed).data.view(-1)[0] = 3.0
+        expected[changed].view(-1)[0] = 3.0
+    every, first = engine.state_dict(exact=True), engine.consolidated_state_dict(exact=True)
+    assert (first is not None) == (dist.get_rank() == 0)
+    engine.destroy(exact=True)
+    states = [every, model.state_dict()] + ([first] if first is not None else [])
+
+    def differs(name: str, value: torch.Tensor) -> bool:
+        return any(state[name].dtype != value.dtype or not torch.equal(state[name].cpu(), value) for state in states)
+
+    return [name for name, value in expected.items() if differs(name, value)]
+
+
+OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+REMAINDERS = {"bf16": {"store_param_remainders": True}}
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "sections"), [(1, 0, {}), (2, 0, {}), (2, 1, {}), (3, 3, {}), (2, 2, OFFLOADED)]
+)
+def test_exact_weights_are_those_of_masters(world: int, stage: int, sections: dict[str, Any]) -> None:
+    """Weights in bf16 have a part of the digits alone; where a script has changed a weight, it counts."""
+    assert run_ranks(world, exact_weights, stage, sections) == [[]] * world
+
+
 def average_after_steps(stage: int, precision: str) -> list[bool]:
     """A loop that reads parameters right after step(), as moving averages do, sees the values of that step."""
     torch.manual_seed(0)

@@ -372,19 +372,23 @@ class Engine(CurvatureTaking):
         forwards = (module.forward for unit in self.units[1:] for module in unit.modules)
         return any(hasattr(innermost(forward), "_torchdynamo_orig_callable") for forward in forwards)
 
-    def destroy(self) -> None:
-        """Give back an ordinary module with full weights, and free everything else. All ranks must call it."""
+    def destroy(self, *, exact: bool = False) -> None:
+        """Give back an ordinary module with full weights, and free everything else. All ranks must call it.
+
+        The weights have the dtype that the model computes in; with ``exact``, those that have fp32 masters become fp32, and
+        have the masters' values.
+        """
         try:
             self.refuse_failed(to_load=False)  # that has been told, and a new engine is its remedy
         finally:
-            self._undo()
+            self._undo(exact=exact)
 
-    def _undo(self) -> None:
+    def _undo(self, *, exact: bool = False) -> None:
         self.end_saving()
         self._end_trace()
         self.sharded_model.finish_reductions()
         try:
-            restore_module(self.sharded_model)
+            restore_module(self.sharded_model, exact=exact)
             self.sharded_model.parts.undo()
         finally:  # memory, hooks and files must be released even if an update failed
             self._let_go()

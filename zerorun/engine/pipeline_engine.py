@@ -185,11 +185,11 @@ class PipelineEngine(Engine):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> NoReturn:
         raise PipelineError(_WHOLE_BATCHES.format("step"))
 
-    def destroy(self) -> None:
+    def destroy(self, *, exact: bool = False) -> None:
         if self._undo_split is not None:
             self._undo_split()
         if not self._executor.is_stuck:
-            super().destroy()
+            super().destroy(exact=exact)
             return
         # Other stages may wait for a message from this one and never join a collective, so that destroy() would hang. The
         # error must be seen instead, and the process must end.

@@ -74,9 +74,12 @@ class Reports:
         return self.plan.compute_dtype
 
     @during(Phase.WHOLE_WEIGHTS)
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the full weights of all pipeline stages, by the model's names, in CPU memory. All ranks must call it."""
-        return self.comm.control.of_all_stages(full_state_dict(self.sharded_model))
+    def state_dict(self, *, exact: bool = False) -> dict[str, torch.Tensor]:
+        """Return the full weights of all pipeline stages, by the model's names, in CPU memory. All ranks must call it.
+
+        They have the dtype that the model computes in; with ``exact``, those that have fp32 masters have their values.
+        """
+        return self.comm.control.of_all_stages(full_state_dict(self.sharded_model, exact=exact))
 
     def memory_report(self) -> dict[str, int]:
         """Return the bytes that this rank holds, by kind: parameters, gradients, master, moments, slots, buffers."""

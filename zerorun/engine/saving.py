@@ -163,14 +163,20 @@ class Saving(Outcomes):
         return bool(self.config.zero_optimization.gather_16bit_weights_on_model_save)
 
     @during(Phase.WHOLE_WEIGHTS)
-    def consolidated_state_dict(self, *, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+    def consolidated_state_dict(
+        self, *, exclude_frozen_parameters: bool = False, exact: bool = False
+    ) -> dict[str, torch.Tensor] | None:
         """Return the full weights in CPU memory on rank 0, and None on other ranks, which keep nothing.
 
-        All ranks must call it. The tensors have the dtype that the model computes in. ``exclude_frozen_parameters``: leave
-        out parameters that require no gradient; buffers stay. ``state_dict()`` returns the weights on every rank instead.
+        All ranks must call it. The tensors have the dtype that the model computes in; with ``exact``, those that have fp32
+        masters have their values. ``exclude_frozen_parameters``: leave out parameters that require no gradient; buffers
+        stay. ``state_dict()`` returns the weights on every rank instead.
         """
         is_first = self.topology.rank == 0
-        found = self.state_dict() if self.topology.pipe > 1 else full_state_dict(self.sharded_model, keep=is_first)
+        if self.topology.pipe > 1:
+            found = self.state_dict(exact=exact)
+        else:
+            found = full_state_dict(self.sharded_model, keep=is_first, exact=exact)
         if exclude_frozen_parameters:
             frozen = self._frozen_names()
             found = {name: value for name, value in found.items() if name not in frozen}

@@ -11,7 +11,7 @@ What the two say differently is an error, where the Trainer's is what Lightning 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,12 @@ def _drop_unused(engine: weakref.ref[Engine], set_to_none: bool = True) -> None:
         found.zero_grad(counted=True)
 
 
+def _tensors(module: LightningModule) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and the buffers of ``module``, by all their names."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
 def _for_evaluation(config: dict[str, Any], *, autocast: bool) -> dict[str, Any]:
     """``config`` for an engine without an optimizer. ``autocast``: weights that train in 16 bits stay fp32, as in DDP.
 
@@ -158,6 +164,7 @@ class ZerorunStrategy(DDPStrategy):
         super().__init__(**kwargs)
         self._given = config
         self._engine: Engine | None = None
+        self._dtypes: dict[str, torch.dtype] = {}  # of the module's parameters and buffers before there was an engine
         self._forward_redirection = _ForwardRedirection()
 
     @property
@@ -203,6 +210,7 @@ class ZerorunStrategy(DDPStrategy):
         optimizer, schedules = self._optimizer(config) if fits else (None, [])
         if not fits:
             config = _for_evaluation(config, autocast=not self._is_in_16_bits)
+        self._dtypes = {} if self._is_in_16_bits else {name: value.dtype for name, value in _tensors(self.lightning_module)}
         self._engine = initialize(self.lightning_module, config, optimizer=optimizer)
         if self._engine.sharded is not None:
             self._engine.sharded.give_methods(zero_grad=partial(_drop_unused, weakref.ref(self._engine)))
@@ -246,13 +254,21 @@ class ZerorunStrategy(DDPStrategy):
         return optimizers[0], schedules
 
     def teardown(self) -> None:
-        """Give the module its full weights back. All ranks must call it."""
+        """Give the module its full weights back, in the precision of the Trainer. All ranks must call it."""
         engine, self._engine = self._engine, None
         if engine is not None:
-            engine.destroy()
+            assert self.lightning_module is not None
+            engine.destroy(exact=not self._is_in_16_bits)
+            for name, value in _tensors(self.lightning_module):
+                value.data = self._as_before(name, value)
             self.model = self.lightning_module
             self.optimizers = []
         super().teardown()
+
+    def _as_before(self, name: str, value: Any) -> Any:
+        """``value``, of the module's state by this name, in the dtype that it had before there was an engine."""
+        dtype = self._dtypes.get(name)
+        return value if dtype is None or value.dtype == dtype else value.detach().to(dtype)
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the engine as it is: other ranks may not come to give weights back."""
@@ -298,7 +314,9 @@ class ZerorunStrategy(DDPStrategy):
             kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
             self._engine.save_checkpoint(filepath, tag=TAG, client_state=kept)
         else:
-            super().save_checkpoint({**checkpoint, "state_dict": self._engine.state_dict()}, filepath, storage_options)
+            found = self._engine.consolidated_state_dict(exact=not self._is_in_16_bits) or {}  # rank 0 alone writes
+            weights = {name: self._as_before(name, value) for name, value in found.items()}
+            super().save_checkpoint({**checkpoint, "state_dict": weights}, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of ``save_checkpoint`` and return Lightning's states.

@@ -58,16 +58,29 @@ def _weights(runtime: Runtime, unit: Unit, flat_group: FlatGroup) -> torch.Tenso
     return full
 
 
-def full_state_dict(model: ShardedModel, *, keep: bool = True) -> dict[str, torch.Tensor]:
+def _exact(model: ShardedModel, unit: Unit, flat_group: FlatGroup) -> torch.Tensor:
+    """Return the flat parameters [numel] with the digits that masters have and weights lack. Collective above stage 0.
+
+    A weight that the script has changed by itself, as averages of weights do, counts and not its master.
+    """
+    weights = _weights(model.runtime, unit, flat_group)
+    if not isinstance(flat_group, TrainedGroup) or not flat_group.has_more_than_weights:
+        return weights
+    model.bring_back(MASTERS)
+    full = gathered(model, flat_group, flat_group.exact, unit.name)
+    return torch.where(rounded(flat_group.plan, full) == weights, full, weights)
+
+
+def full_state_dict(model: ShardedModel, *, keep: bool = True, exact: bool = False) -> dict[str, torch.Tensor]:
     """Return the module's state dict with full CPU tensors, made one unit at a time. Collective at stage 3.
 
     What is no tensor, as the extra state of a module may be, stays as it is. Without ``keep`` this rank only takes part,
-    and gets {}.
+    and gets {}. ``exact``: weights are those of their fp32 masters. It is collective at each stage above 0.
     """
     values: dict[int, torch.Tensor] = {}
     for unit in model.units:
         for flat_group in unit.flat_groups:
-            flat = _weights(model.runtime, unit, flat_group)
+            flat = _exact(model, unit, flat_group) if exact else _weights(model.runtime, unit, flat_group)
             for entry, param in zip(flat_group.layout.entries, flat_group.params, strict=True):
                 part = flat[entry.offset : entry.end].view(entry.shape)
                 whole = model.parts.whole(param, part)
@@ -114,14 +127,17 @@ class WholeValues:
         self._flats = {key: flat for key, flat in self._flats.items() if key[0] in needed}
 
 
-def restore_module(model: ShardedModel) -> None:
-    """Give the parameters full values in memory of their own, and remove the hooks. Collective."""
+def restore_module(model: ShardedModel, *, exact: bool = False) -> None:
+    """Give the parameters full values in memory of their own, and remove the hooks. Collective.
+
+    ``exact``: those that have fp32 masters become fp32, with the values of these.
+    """
     runtime = model.runtime
     with contextlib.suppress(OrderError):  # that ranks went different ways was raised before, or does no harm any more
         runtime.comm.fence()
     for unit in model.units:
         for flat_group in unit.flat_groups:
-            flat = _weights(runtime, unit, flat_group)
+            flat = _exact(model, unit, flat_group) if exact else _weights(runtime, unit, flat_group)
             for entry, param in zip(flat_group.layout.entries, flat_group.params, strict=True):
                 param.data = flat[entry.offset : entry.end].view(entry.shape).clone()
                 if fresh_gradient(param) is not None:
