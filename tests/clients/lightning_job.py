@@ -15,7 +15,7 @@ import torch.distributed as dist
 from cells import run_cells
 from client_models import Sentences, llama
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
@@ -106,23 +106,46 @@ class ClippingByValue(Clipping):
     algorithm = "value"
 
 
+class WithBackbone(Model):
+    """Has what BackboneFinetuning asks for."""
+
+    @property
+    def backbone(self) -> Any:
+        return self.model.model
+
+
+def fitted(config: dict[str, Any], model: Model | None = None, **given: Any) -> str:
+    """What becomes of fit(): its error, or the dtype in which the engine computes, and the norm to which it clips."""
+    used = Trainer(
+        accelerator="cpu", devices=2, strategy=ZerorunStrategy(config), max_steps=1, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, **given,
+    )  # fmt: skip
+    model = model or Model("plain")
+    seen: list[Any] = []
+    model.on_train_start = lambda: seen.append(used.strategy.engine)  # type: ignore[method-assign]
+    try:
+        used.fit(model, DataLoader(Sentences(), batch_size=2))
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    return f"{seen[0].compute_dtype or torch.float32} clips to {seen[0].gradient_clipping()}"
+
+
+def refused_callbacks() -> dict[str, str]:
+    """What is said of callbacks, by their classes and the stage."""
+    made = (BackboneFinetuning(), StochasticWeightAveraging(1e-3, swa_epoch_start=1), EMAWeightAveraging())
+    found: dict[str, str] = {}
+    for stage in (1, 3):
+        for callback in made:
+            config = {"zero_optimization": {"stage": stage}}
+            found[f"{type(callback).__name__}, {stage}"] = fitted(config, WithBackbone("plain"), callbacks=[callback])
+    return found
+
+
 def refused(stage: int) -> dict[str, Any]:
     """What is said of clipping and of batch sizes that the engine would not do; and what engines take from the Trainer."""
 
     def fit(config: dict[str, Any], model: Model | None = None, **given: Any) -> str:
-        used = Trainer(
-            accelerator="cpu", devices=2, strategy=ZerorunStrategy({"zero_optimization": {"stage": stage}, **config}),
-            max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-            limit_val_batches=0, **given,
-        )  # fmt: skip
-        model = model or Model("plain")
-        seen: list[Any] = []
-        model.on_train_start = lambda: seen.append(used.strategy.engine)  # type: ignore[method-assign]
-        try:
-            used.fit(model, DataLoader(Sentences(), batch_size=2))
-        except Exception as error:
-            return f"{type(error).__name__} {error}"
-        return f"{seen[0].compute_dtype or torch.float32} clips to {seen[0].gradient_clipping()}"
+        return fitted({"zero_optimization": {"stage": stage}, **config}, model, **given)
 
     switches = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "gradient_clipping": "auto"}
     return {

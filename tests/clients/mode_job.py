@@ -16,6 +16,7 @@ import weakref
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,7 @@ from torch.utils.data import DataLoader
 from trainer_job import train
 from transformers import Trainer, TrainingArguments
 
-trained_by_lightning = None
-if find_spec("lightning") is not None:
-    from lightning_job import train as trained_by_lightning
+lightning_job = import_module("lightning_job") if find_spec("lightning") is not None else None
 
 
 def attempt(action: Callable[[], Any]) -> str:
@@ -196,9 +195,10 @@ def main() -> None:
     found["trainer"] = {}
     for cell, stage in (("by day", None), ("by day", 3), ("sequences by day", 1)):
         found["trainer"] |= run_cell(cell, stage, train)
-    if trained_by_lightning is not None:
+    if lightning_job is not None:
+        found["callbacks"] = lightning_job.refused_callbacks()
         for stage in (None, 1, 3):
-            found["lightning"] = found.get("lightning", {}) | run_cell("evaluation", stage, trained_by_lightning)
+            found["lightning"] = found.get("lightning", {}) | run_cell("evaluation", stage, lightning_job.train)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
 

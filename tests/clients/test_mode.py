@@ -91,6 +91,17 @@ def test_lightning_evaluates_as_ddp(found: dict[str, Any], stage: int) -> None:
     compare(found["lightning"], "evaluation", stage)
 
 
+def test_lightnings_callbacks_that_an_engine_cannot_have_are_refused(found: dict[str, Any]) -> None:
+    """They ended in a KeyError of a page of numbers, and in torch's error about memory; averages work below stage 3."""
+    pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[clients]'")
+    averages = ("StochasticWeightAveraging", "EMAWeightAveraging")
+    said = found["callbacks"]
+    for callback in ("BackboneFinetuning, 1", "BackboneFinetuning, 3", *(f"{name}, 3" for name in averages)):
+        assert said[callback].startswith("ConfigError"), said[callback]
+        assert f"callbacks = {callback.partition(',')[0]!r}" in said[callback] and "Remedy" in said[callback]
+    assert [said[f"{name}, 1"] for name in averages] == ["torch.float32 clips to 0.0"] * 2
+
+
 def test_lightning_is_told_that_a_step_ends_with_a_loss() -> None:
     """With several ranks it says so itself. With one, the update went to the step after, without a word."""
     pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[clients]'")

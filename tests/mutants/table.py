@@ -4436,4 +4436,12 @@ MUTANTS = (
         "    return full",
         ("tests/ranks/test_access.py", "-k", "exact_weights"),
     ),
+    Mutant(
+        "averages-of-parts-are-tried",
+        "swallowed",
+        "zerorun/integrations/lightning.py",
+        "        elif divides and isinstance(callback, _AVERAGING):",
+        "        elif False:",
+        ("tests/clients/test_mode.py", "-k", "lightnings_callbacks"),
+    ),
 )

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer, callbacks
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -35,6 +36,10 @@ from ..zero.access import GatheredParameters
 
 _CLIPPING = 'say the norm to Trainer(gradient_clip_val=...), or as "gradient_clipping" in the file, and leave out the call.'
 _BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+# Callbacks that average weights. The second is in newer versions of Lightning; EMAWeightAveraging is one of its kind.
+_AVERAGING = tuple(
+    getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
+)
 TAG = "checkpoint"  # of a checkpoint of zerorun in the directory that Lightning names
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "32-true": {},
@@ -97,6 +102,23 @@ def _clipping_problems(trainer: Trainer) -> list[ConfigProblem]:
     return [ConfigProblem("gradient_clip_algorithm", _value(algorithm), reason, remedy)]
 
 
+def _callback_problems(trainer: Trainer, config: dict[str, Any]) -> list[ConfigProblem]:
+    """The callbacks that handle what an engine has otherwise, and would end in an error that does not say so."""
+    found = list[ConfigProblem]()
+    divides = config.get("zero_optimization", {}).get("stage") == 3
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if isinstance(callback, BaseFinetuning):
+            reason = "it looks for the optimizer's tensors in the module, where an engine has parts of buffers of its own."
+            remedy = "Leave it out: freeze layers before fit(), and for each further phase call fit() with a new Trainer."
+            found.append(ConfigProblem("callbacks", name, reason, remedy))
+        elif divides and isinstance(callback, _AVERAGING):
+            reason = "it averages whole weights, and at stage 3 ranks have parts of them."
+            remedy = "Use stage 2 or lower, or leave it out."
+            found.append(ConfigProblem("callbacks", name, reason, remedy))
+    return found
+
+
 def _batch_problems(given: dict[str, Any], config: dict[str, Any], trainer: Trainer) -> list[ConfigProblem]:
     """What the batch sizes that were ``given`` say otherwise than the Trainer, from whom ``config`` has them."""
     steps, problems = trainer.accumulate_grad_batches, list[ConfigProblem]()
@@ -154,8 +176,8 @@ class ZerorunStrategy(DDPStrategy):
     With an ``optimizer`` in the configuration, ``configure_optimizers`` is not called, and the engine steps the file's
     ``scheduler``. Checkpoints are directories, which load on any number of ranks; with ``save_weights_only`` they are
     Lightning's single files of full weights. Raises ConfigError for a precision that is none of 32, bf16 and 16, for
-    clipping by value, for more than one optimizer, and for batch sizes in the configuration that contradict
-    ``accumulate_grad_batches``.
+    clipping by value, for more than one optimizer, for callbacks of finetuning and, at stage 3, those that average weights,
+    and for batch sizes in the configuration that contradict ``accumulate_grad_batches``.
     """
 
     strategy_name = "zerorun"
@@ -235,7 +257,10 @@ class ZerorunStrategy(DDPStrategy):
                 config[key] = {**config[key], "enabled": False}
         for key, section in _PRECISIONS[str(self.precision_plugin.precision)].items():
             config[key] = {**config.get(key, {}), **section}
-        problems = [*_clipping_problems(trainer), *_batch_problems(given, config, trainer)] if fits else []
+        problems = list[ConfigProblem]()
+        if fits:
+            problems += _clipping_problems(trainer) + _callback_problems(trainer, config)
+            problems += _batch_problems(given, config, trainer)
         if problems:
             raise ConfigError(problems, name)
         return config
