@@ -74,7 +74,12 @@ def _loss(
     total: Tensor = total_of(rows, weight, bias, wanted, ignore_index, size)
     if reduction == "sum":
         return total
-    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)  # NaN over no token, with gradients of zero
+    return mean_over(total, count)
+
+
+def mean_over(total: Tensor, count: Tensor) -> Tensor:
+    """Return ``total`` / ``count``, both scalars. Over no token it is NaN with gradients of 0, as of F.cross_entropy."""
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 _torch_has_it = hasattr(F, "linear_cross_entropy")

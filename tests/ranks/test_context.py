@@ -39,6 +39,7 @@ class Training:
     method: str = "auto"
     optimizer: str = "AdamW"
     weighted: bool = False
+    unlabelled: bool = False  # no target counts in the first micro-batch of each step
     tensor: int = 1
     pipe: int = 1
     changes: tuple[tuple[str, Any], ...] = ()
@@ -59,6 +60,13 @@ class Training:
         return merged(merged(config, sizes), dict(self.changes))
 
 
+def micro_batch(training: Training, step: int, micro: int, rank: int) -> dict[str, Any]:
+    batch = batch_of(training.batch, step, micro, rank)
+    if training.unlabelled and micro == 0:
+        batch["labels"][:] = -100
+    return batch
+
+
 def weight_of(batch: dict[str, Any]) -> torch.Tensor:
     return (batch["labels"][:, 1:] != -100).sum()
 
@@ -72,13 +80,13 @@ def reference(training: Training) -> dict[str, Any]:
     norms, losses, gradients = [], [], {}
     for step in range(STEPS):
         places = itertools.product(range(training.accumulation), range(training.batches))
-        batches: list[dict[str, Any]] = [batch_of(training.batch, step, micro, rank) for micro, rank in places]
+        batches = [micro_batch(training, step, micro, rank) for micro, rank in places]
         weights = [float(weight_of(batch)) if training.weighted else 1.0 for batch in batches]
         total = 0.0
         for batch, weight in zip(batches, weights, strict=True):
             loss = model(**batch).loss * weight / sum(weights)
             loss.backward()
-            total += loss.item()
+            total += loss.item() if weight else 0.0
         losses.append(total)
         gradients = {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
@@ -95,9 +103,8 @@ def train(training: Training, model: nn.Module | None = None) -> dict[str, Any]:
     assert engine.train_batch_size() == 2 * training.accumulation * training.batches
     norms, losses, gradients = [], [], {}
     for step in range(STEPS):
-        batches = [
-            batch_of(training.batch, step, micro, topology.data_parallel_rank) for micro in range(training.accumulation)
-        ]
+        rank = topology.data_parallel_rank
+        batches = [micro_batch(training, step, micro, rank) for micro in range(training.accumulation)]
         if training.pipe > 1:
             losses.append(float(engine.train_batch(iter(batches))))
         else:
@@ -118,7 +125,9 @@ def one_step(
     for batch in batches:
         loss = engine(**batch).loss
         weight = weight_of(batch) if weighted else None
-        sums += torch.tensor([loss.item() * float(weight or 1), float(weight or 1)])
+        share = 1.0 if weight is None else float(weight)
+        assert bool(loss.isnan()) is (share == 0)
+        sums += torch.tensor([loss.item() * share if share else 0.0, share])
         engine.backward(loss, weight=weight)
         if engine.is_gradient_accumulation_boundary():
             gradients = {name: safe_get_full_grad(param) for name, param in engine.module.named_parameters()}
@@ -140,6 +149,7 @@ def compare(found: list[dict[str, Any]], expected: dict[str, Any], tolerance: fl
 
 _OFFLOAD = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 _FULL: tuple[tuple[str, Any], ...] = (("activation_checkpointing", {"policy": "full"}),)
+_DIVIDED_LOGITS: tuple[tuple[str, Any], ...] = (("tensor_parallel", {"vocab_parallel_loss": True}),)
 CASES = {
     "stage 0, odd": Training(stage=0, batch="padded"),  # DeepSpeed #7833: it has no stage 0
     # ALST's documented loop; DeepSpeed #5248, #5555, Megatron-LM #673.
@@ -148,6 +158,13 @@ CASES = {
     "stage 3, two batches": Training("mixtral", stage=3, ranks=4, batch="padded", accumulation=2),
     "tensor": Training(tensor=2, batch="padded"),
     "pipe": Training("gpt2", pipe=2, batch="padded", accumulation=2),
+    "no targets": Training(accumulation=2, weighted=True, unlabelled=True),
+    "no targets, divided logits": Training(
+        context=1, ranks=1, tensor=2, changes=_DIVIDED_LOGITS, accumulation=2, weighted=True, unlabelled=True
+    ),
+    "no targets, both": Training(
+        stage=3, tensor=2, changes=_DIVIDED_LOGITS, accumulation=2, weighted=True, unlabelled=True
+    ),
     # For the night.
     "offload, recomputed": Training(
         "deepseek", stage=3, changes=(("zero_optimization", _OFFLOAD), *_FULL), weighted=True, batch="padded"
@@ -163,9 +180,8 @@ CASES = {
     ),
     "short": Training("qwen3_moe", stage=2, context=4, ranks=4, batch="short"),
     "sinks": Training("gpt_oss", stage=3, context=4, ranks=4, batch="packed", method="ulysses"),
-    "divided logits": Training(
-        stage=3, tensor=2, changes=(("tensor_parallel", {"vocab_parallel_loss": True}),), batch="padded"
-    ),
+    "divided logits": Training(stage=3, tensor=2, changes=_DIVIDED_LOGITS, batch="padded"),
+    "no targets, whole logits": Training("granite", stage=3, accumulation=2, weighted=True, unlabelled=True),
     "zero bubble": Training(
         stage=2, pipe=2, accumulation=2, batch="padded", changes=(*_FULL, ("pipeline", {"schedule": "zero_bubble"}))
     ),
@@ -185,7 +201,7 @@ for _number, (_stage, (_context, _ranks), (_tensor, _pipe)) in enumerate(MATRIX)
         )
 
 
-@pytest.mark.parametrize("which", by_day(CASES, *tuple(CASES)[:6]))
+@pytest.mark.parametrize("which", by_day(CASES, *tuple(CASES)[:9]))
 def test_equals_one_process(which: str) -> None:
     training = CASES[which]
     compare(run_ranks(training.world, train, training), reference(training))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -37,6 +38,16 @@ def test_in_16_bits(changes: tuple[tuple[str, Any], ...], stage: int, method: st
     """What one rank comes to in 16 bits, as far as these round sums in another order."""
     training = Training(stage=stage, batch="padded", method=method, changes=changes, optimizer="SGD")
     alone = Training(stage=stage, batch="padded", context=1, ranks=1, changes=changes, optimizer="SGD")
+    (expected,) = run_ranks(1, train, alone)
+    for found in run_ranks(2, train, training):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)
+        assert found["norms"] == pytest.approx(expected["norms"], rel=2e-2)
+
+
+def test_no_step_is_skipped_for_a_micro_batch_without_targets_in_fp16() -> None:
+    """Its loss is NaN, and its gradients are 0: a loop gives it the weight 0."""
+    training = Training(accumulation=2, weighted=True, unlabelled=True, changes=FP16, optimizer="SGD")
+    alone = replace(training, context=1, ranks=1)
     (expected,) = run_ranks(1, train, alone)
     for found in run_ranks(2, train, training):
         assert found["losses"] == pytest.approx(expected["losses"], rel=2e-3)

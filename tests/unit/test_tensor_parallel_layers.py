@@ -243,6 +243,24 @@ def test_cross_entropy_equals_torch(reduction: str, size: int) -> None:
         assert sent == {"tensor: cross-entropy": 3 * 15 * 4 * (size - 1)}
 
 
+@pytest.mark.parametrize("weight", (0.0, 0.7))
+def test_the_mean_over_no_target_is_that_of_torch(weight: float) -> None:
+    logits, targets = torch.randn(3, 10), torch.full((3,), -100)
+    wanted = logits.clone().requires_grad_()
+    expected = functional.cross_entropy(wanted, targets)
+    (expected * weight).backward()
+
+    def work(axis: ThreadAxis) -> tuple[torch.Tensor, torch.Tensor | None]:
+        own = logits[:, slice(*even_range(10, axis.rank, 2))].clone().requires_grad_()
+        loss = vocab_parallel_cross_entropy(own, targets, axis, 10)
+        (loss * weight).backward()
+        return loss, own.grad
+
+    for loss, grad in on_threads(2, work):
+        assert expected.isnan() and loss.isnan()
+        assert torch.equal(torch.cat([grad, grad], 1), wanted.grad)  # type: ignore[list-item, arg-type]
+
+
 @pytest.mark.parametrize("outside", (10, 12, -1, -99))
 def test_what_is_outside_the_vocabulary_is_an_error_on_all_ranks_as_in_one_process(outside: int) -> None:
     table, indices = nn.Embedding(10, 4), torch.tensor([[3, outside], [9, 0]])

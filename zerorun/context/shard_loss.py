@@ -3,7 +3,8 @@
 [Note: the whole count]
 The loss is a sum over targets, divided by their number in the whole batch, which every rank knows, or by what the caller
 says (``num_items_in_batch``). So each rank sums over its own targets, and the sum over ranks is divided. A rank without a
-target adds 0, where a mean of its own would be NaN. All ranks return the whole loss, the same bits.
+target adds 0, where a mean of its own would be NaN. The mean over no target at all is NaN, with gradients of 0. All ranks
+return the whole loss, the same bits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..ops import linear_cross_entropy
+from ..ops.token_loss import mean_over
 from ..plan.forwards import UnavailableOutput
 from .divided_model import Division, OwnForward
 from .rows import Rows, sum_over
@@ -106,7 +108,8 @@ class ShardLoss:
             own = self._inner(logits, targets, vocab_size, **keywords)
         total = sum_over(own, division.axis)
         if num_items_in_batch is None:
-            num_items_in_batch = (division.targets != ignore_index).sum()
+            count = (division.targets != ignore_index).sum()
+            return mean_over(total, count.to(total.device))
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)
         return total / num_items_in_batch

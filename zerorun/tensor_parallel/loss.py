@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from ..distributed.tensor_shard import even_range
 from ..errors import ModelError
+from ..ops.token_loss import mean_over
 from .axis import Axis
 from .collectives import end_region
 from .vocabulary import check_inside
@@ -47,7 +48,7 @@ def vocab_parallel_cross_entropy(
     if reduction == "none":
         return losses.view(targets.shape)
     total = losses.sum()
-    return total / (targets != ignore_index).sum() if reduction == "mean" else total
+    return mean_over(total, (targets != ignore_index).sum()) if reduction == "mean" else total
 
 
 class _CrossEntropy(torch.autograd.Function):
