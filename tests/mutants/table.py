@@ -925,6 +925,14 @@ MUTANTS = (
         ("tests/unit/test_tensor_parallel_models.py", "-k", "logits_are_whole"),
     ),
     Mutant(
+        "common-loss-by-its-name",
+        "stale",
+        "zerorun/tensor_parallel/causal_loss.py",
+        '    if name != "ForCausalLMLoss" or not home.startswith("transformers."):',
+        '    if name != "ForCausalLMLoss":',
+        ("tests/unit/test_tensor_parallel_models.py", "-k", "name_of_the_common_one"),
+    ),
+    Mutant(
         "mean-over-ignored",
         "divisor",
         "zerorun/tensor_parallel/loss.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -227,6 +228,24 @@ def test_logits_are_whole_but_in_training_on_labels(name: str, sequence_parallel
         assert not {"forward", "_loss_function"} & {*vars(mine)}
 
     on_threads(2, work)
+
+
+def twice(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
+    def loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * function(*args, **kwargs)
+
+    return loss
+
+
+def test_a_loss_that_has_the_name_of_the_common_one_is_refused() -> None:
+    model: Any = make("llama").train()
+    model.loss_function = twice(model.loss_function)
+    assert model.loss_function.__name__ == "ForCausalLMLoss"
+    check(model, 2)  # each rank computes it from whole logits
+    refusal = r"tensor_parallel.vocab_parallel_loss = true.* LlamaForCausalLM is ForCausalLMLoss of test_.*Remedy: .* false"
+    with pytest.raises(ModelError, match=refusal):
+        on_threads(2, lambda axis: parallelize(copy.deepcopy(model), region=Region(axis), vocab_parallel_loss=True))
 
 
 def test_a_model_for_speech_has_no_embedding_to_divide() -> None:

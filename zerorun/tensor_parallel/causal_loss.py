@@ -27,10 +27,20 @@ def head_of(model: nn.Module) -> nn.Module:
     """Return the layer that gives logits. Raises ModelError unless ``model`` is a causal LM with the common loss."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     function = getattr(model, "loss_function", None)
-    if not isinstance(head, nn.Module) or getattr(function, "__name__", None) != "ForCausalLMLoss":
+    if not isinstance(head, nn.Module) or function is None:
         raise ModelError(
             f"vocab_parallel_loss needs a causal language model of Hugging Face transformers with its common loss; got "
             f"{type(model).__name__}. Remedy: divide its head as colwise, and call vocab_parallel_cross_entropy."
+        )
+    name = getattr(function, "__name__", type(function).__name__)
+    # functools.wraps copies all names but this one.
+    home: str = getattr(function, "__globals__", {}).get("__name__", type(function).__module__)
+    if name != "ForCausalLMLoss" or not home.startswith("transformers."):
+        raise ModelError(
+            f"tensor_parallel.vocab_parallel_loss = true: the loss function of {type(model).__name__} is {name} of {home}, "
+            "but ranks compute ForCausalLMLoss of transformers from divided logits. Remedy: set vocab_parallel_loss to "
+            "false, and the function is given whole logits; or divide the head as colwise, and call "
+            "vocab_parallel_cross_entropy."
         )
     return head
 
