@@ -925,6 +925,14 @@ MUTANTS = (
         ("tests/unit/test_tensor_parallel_models.py", "-k", "logits_are_whole"),
     ),
     Mutant(
+        "splits-of-the-next-engine-undone",
+        "stale",
+        "zerorun/engine/pipeline_engine.py",
+        "            self._undo_split = None",
+        "",
+        ("tests/ranks/test_context.py", "-k", "destroyed_again and split"),
+    ),
+    Mutant(
         "common-loss-by-its-name",
         "stale",
         "zerorun/tensor_parallel/causal_loss.py",

@@ -98,7 +98,11 @@ def reference(training: Training) -> dict[str, Any]:
 
 def train(training: Training, model: nn.Module | None = None) -> dict[str, Any]:
     """``model``: if not that of ``training``."""
-    engine = zerorun.initialize(model or build(training.model).train(), training.config)
+    return train_by(zerorun.initialize(model or build(training.model).train(), training.config), training)
+
+
+def train_by(engine: Any, training: Training) -> dict[str, Any]:
+    """Train by a new engine, which is destroyed."""
     topology = engine.topology
     assert engine.train_batch_size() == 2 * training.accumulation * training.batches
     norms, losses, gradients = [], [], {}
@@ -213,6 +217,37 @@ def test_a_sum_is_that_of_batches_not_of_ranks() -> None:
     training = Training(ranks=4, batch="padded", changes=(("gradient_allreduce_op", "sum"),))
     found, expected = run_ranks(4, train, training), reference(training)
     assert found[0]["norms"][0] == pytest.approx(2 * expected["norms"][0], rel=1e-6)
+
+
+def replaced_in(model: nn.Module) -> set[str]:
+    """The modules of ``model`` that have a forward, or a loss function, of their own."""
+    return {name for name, part in model.named_modules() if {"forward", "_loss_function"} & {*vars(part)}}
+
+
+def destroyed_again(training: Training) -> dict[str, Any]:
+    """An engine is destroyed once more, as by a ``finally``, when its model has got another one."""
+    first = zerorun.initialize(build(training.model).train(), training.config)
+    first.destroy()
+    second = zerorun.initialize(first.module, training.config)
+    before = replaced_in(second.module)
+    assert before
+    first.destroy()
+    assert replaced_in(second.module) == before
+    return train_by(second, training)
+
+
+AGAIN = {
+    "sequences": Training(),
+    "layers": Training(context=1, ranks=1, tensor=2, changes=_DIVIDED_LOGITS),
+    "split backwards": Training(
+        context=1, ranks=1, pipe=2, accumulation=2, changes=(("pipeline", {"schedule": "zero_bubble"}),)
+    ),
+}
+
+
+@pytest.mark.parametrize("which", AGAIN)
+def test_an_engine_that_is_destroyed_again_changes_nothing(which: str) -> None:
+    compare(run_ranks(AGAIN[which].world, destroyed_again, AGAIN[which]), reference(AGAIN[which]))
 
 
 def by_the_mask_of_a_gpu(training: Training) -> dict[str, Any]:

@@ -188,6 +188,7 @@ class PipelineEngine(Engine):
     def destroy(self, *, exact: bool = False) -> None:
         if self._undo_split is not None:
             self._undo_split()
+            self._undo_split = None
         if not self._executor.is_stuck:
             super().destroy(exact=exact)
             return

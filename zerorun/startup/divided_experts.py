@@ -46,18 +46,12 @@ def divide_experts(
         reason = "no stage of the pipeline has a module of experts that can be spread."
         raise ConfigError([ConfigProblem(KEY, topology.expert, reason, "Remove the section expert_parallel.")])
     undone = [] if spread_before else spread(found, axis, made.axes.get("tensor"))
-
-    def undo() -> None:
-        while undone:
-            undone.pop()()
-        made.undo()
-
     return replace(
         made,
         model_axes={**made.model_axes, "expert": axis.transport},
         shards=shards_of(model),
         replication_of=_with_experts(made.replication_of, model),
-        undo=undo,
+        changes=[*made.changes, *undone],
         axes={**made.axes, "expert": axis},
         loads=ExpertLoads(dispatches(model.modules())),
     )

@@ -85,7 +85,6 @@ def divide_layers(
     ``plan`` is None if the model is made of divided layers already.
     """
     axis = make_axis(topology, device)
-    undo = ParallelizedModel().undo
     if plan is not None:
         made = _convert(model, plan, config, make_region(topology, device))
         undo = made.undo
@@ -95,7 +94,7 @@ def divide_layers(
         undo = _forward_outside(model)
     agree_on_random_numbers(axis)
     return ParallelizedModel(
-        {"tensor": axis.transport}, shards_of(model), replication_in_layers(model, topology), undo, {"tensor": axis}
+        {"tensor": axis.transport}, shards_of(model), replication_in_layers(model, topology), [undo], {"tensor": axis}
     )
 
 

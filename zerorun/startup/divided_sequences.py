@@ -36,10 +36,5 @@ def divide_sequences_in(
     method, stages = config.context_parallel.method or AUTO, topology.pipe
     divided = Divided(inner_model(model), way, axis, method, in_stages=stages > 1)
     agree_on_random_numbers(axis)
-
-    def undo() -> None:
-        divided.remove()
-        made.undo()
-
     axes, model_axes = {**made.axes, "context": axis}, {**made.model_axes, "context": axis.transport}
-    return replace(made, undo=undo, axes=axes, model_axes=model_axes)
+    return replace(made, changes=[*made.changes, divided.remove], axes=axes, model_axes=model_axes)

@@ -21,24 +21,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class ParallelizedModel:
-    """A model of which this rank has a part. ``undo`` makes it whole again; all ranks must call it."""
+    """A model of which this rank has a part."""
 
     model_axes: dict[str, Transport] = field(default_factory=dict)  # axes over which gradients may have to be summed
     shards: dict[int, TensorShard] = field(default_factory=dict)  # id(parameter) -> the part of it that is here
     replication_of: Callable[[nn.Parameter], Replication] = lambda param: ALONE
-    undo: Callable[[], None] = lambda: None
+    changes: list[Callable[[], None]] = field(default_factory=list)  # what takes each of them back, the first one first
     axes: dict[str, TransportAxis] = field(default_factory=dict)  # between ranks with other parts, or rows, by name
     loads: ExpertLoads | None = None  # of experts that are spread
     copies: dict[str, str] = field(default_factory=dict)  # name here -> name in the first pipeline stage that has it
 
     def undone_with(self, more: Callable[[], None]) -> ParallelizedModel:
         """Return a copy whose ``undo`` calls ``more`` at its end."""
+        return replace(self, changes=[more, *self.changes])
 
-        def undo() -> None:
-            self.undo()
-            more()
-
-        return replace(self, undo=undo)
+    def undo(self) -> None:
+        """Make the model whole again, once: it may have another engine by then. All ranks must call it."""
+        while self.changes:
+            self.changes.pop()()
 
     def whole(self, param: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Return the whole value, gradient or state of ``param``. All ranks with parts must call it, each with its own."""
