@@ -18,6 +18,7 @@ from training import make_config, merged
 
 import zerorun
 from zerorun.context import attention
+from zerorun.errors import ZerorunError
 from zerorun.zero import safe_get_full_grad
 
 STEPS = 2
@@ -115,6 +116,9 @@ def train_by(engine: Any, training: Training) -> dict[str, Any]:
             total, gradients = one_step(engine, batches, weighted=training.weighted)
             losses.append(total)
         norms.append(engine.get_global_grad_norm())
+    if training.pipe == 1:
+        sent = "tensor: cross-entropy" in engine.communication_report()
+        assert sent is bool(dict(training.changes).get("tensor_parallel", {}).get("vocab_parallel_loss"))
     module = engine.module
     engine.destroy()
     weights = {name: value.detach().clone() for name, value in module.named_parameters(remove_duplicate=False)}
@@ -248,6 +252,21 @@ AGAIN = {
 @pytest.mark.parametrize("which", AGAIN)
 def test_an_engine_that_is_destroyed_again_changes_nothing(which: str) -> None:
     compare(run_ranks(AGAIN[which].world, destroyed_again, AGAIN[which]), reference(AGAIN[which]))
+
+
+def given_a_loss_function() -> str:
+    training = Training("gpt2", pipe=2)
+    engine = zerorun.initialize(build(training.model).train(), training.config)
+    engine.module.whole_model.loss_function = nn.functional.cross_entropy
+    with pytest.raises(ZerorunError) as error:
+        engine.train_batch(iter([batch_of("plain", 0, 0, 0)]))
+    engine.destroy()
+    return str(error.value)
+
+
+def test_pipeline_stages_refuse_another_loss_function_since() -> None:
+    for text in run_ranks(4, given_a_loss_function):
+        assert "sequence_parallel_size" in text and "leave loss_function as it was" in text
 
 
 def by_the_mask_of_a_gpu(training: Training) -> dict[str, Any]:

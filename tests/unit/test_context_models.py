@@ -11,6 +11,7 @@ import torch
 from contexts import BATCHES, MODELS, SIZES, batch_of, build, llama
 from covering import by_day
 from torch import nn
+from torch.nn import functional
 
 import zerorun
 from zerorun.context import attention, divided_model
@@ -104,6 +105,35 @@ def test_a_last_rank_without_labels_adds_nothing() -> None:
     batch["labels"][:, 3:] = -100
     for found in divided("llama", batch, 4, AUTO):
         assert_same(found, whole("llama", batch))
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, **ignored: Any) -> torch.Tensor:
+    """A loss function of a script."""
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), label_smoothing=0.1)
+
+
+@pytest.mark.parametrize("name", ("llama", "granite"))
+def test_another_loss_function_since_is_given_whole_logits(name: str) -> None:
+    """And stays when the division is taken back."""
+    batch, way = batch_of("plain", 0, 0, 0), way_of(build(name), AUTO)
+    alone: Any = build(name).train()
+    alone.loss_function = smoothed
+    alone(**batch).loss.backward()
+    models: list[Any] = [build(name).train() for _ in range(2)]
+
+    def work(axis: ThreadAxis) -> dict[str, torch.Tensor]:
+        model = models[axis.rank]
+        divided = Divided(model, way, axis, AUTO)
+        model.loss_function = smoothed
+        loss = model(**batch).loss
+        loss.backward()
+        divided.remove()
+        assert model.loss_function is smoothed
+        found = {name: axis.all_reduce(grad, "test") / 2 for name, grad in gradients(model).items()}
+        return {"loss": loss.detach(), **found}
+
+    for found in on_threads(2, work):
+        assert_same(found, {"loss": alone(**batch).loss.detach(), **gradients(alone)})
 
 
 def of_many_forwards(model: Any, reentrant: bool) -> dict[str, torch.Tensor]:

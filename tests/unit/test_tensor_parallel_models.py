@@ -248,6 +248,29 @@ def test_a_loss_that_has_the_name_of_the_common_one_is_refused() -> None:
         on_threads(2, lambda axis: parallelize(copy.deepcopy(model), region=Region(axis), vocab_parallel_loss=True))
 
 
+def test_another_loss_function_since_is_given_whole_logits() -> None:
+    """And stays when the division is taken back."""
+    model: Any = make("llama").train()
+    whole = copy.deepcopy(model)
+    whole.loss_function = twice(whole.loss_function)
+    expected = loss_of(whole)
+    expected.backward()
+
+    def work(axis: ThreadAxis) -> Any:
+        mine = copy.deepcopy(model)
+        done = parallelize(mine, region=Region(axis), vocab_parallel_loss=True)
+        mine.loss_function = whole.loss_function
+        loss = loss_of(mine)
+        loss.backward()
+        found = whole_gradients(mine, axis)
+        done.undo()
+        assert mine.loss_function is whole.loss_function
+        return loss.detach(), found
+
+    for found in on_threads(2, work):
+        torch.testing.assert_close(found, (expected.detach(), gradients(whole)), rtol=1e-4, atol=2e-6)
+
+
 def test_a_model_for_speech_has_no_embedding_to_divide() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 16}

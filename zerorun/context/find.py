@@ -135,7 +135,8 @@ class Divided:
         self.division = Division(axis, method, way, in_stages=in_stages)
         self._parts: list[Any] = [DividedBlocks(decoder, blocks, self.division)]
         if head is not None:
-            self._parts += [ShardLoss(model, self.division), InModel(model, self.division)]
+            loss = ShardLoss(model, self.division)
+            self._parts += [loss, InModel(model, self.division, loss)]
             if tiles:
                 self._parts.append(InHead(head, self.division))
 

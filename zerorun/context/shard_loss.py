@@ -16,9 +16,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..errors import ModelError
 from ..ops import linear_cross_entropy
 from ..ops.token_loss import mean_over
 from ..plan.forwards import UnavailableOutput
+from ..tensor_parallel.causal_loss import ReplacedLoss
 from .divided_model import Division, OwnForward
 from .rows import Rows, sum_over
 
@@ -27,9 +29,18 @@ _NO_LOGITS = (
     "labels out of the call, and compute the loss from the logits, which are then whole; in evaluation they always are."
 )
 
+_OTHER_LOSS = (
+    "sequence_parallel_size: the model was given another loss_function after initialize(), but its pipeline stages have "
+    "rows of logits alone. Remedy: leave loss_function as it was, or remove sequence_parallel_size or pipeline."
+)
+
 
 class InModel(OwnForward):
-    """The forward of a causal language model. If it is given labels, blocks, head and loss have rows only."""
+    """The forward of a causal language model. If it is given labels, blocks, head and ``loss`` have rows only."""
+
+    def __init__(self, module: nn.Module, division: Division, loss: ShardLoss) -> None:
+        super().__init__(module, division)
+        self._loss = loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = inspect.signature(self.inner).bind_partial(*args, **kwargs).arguments
@@ -38,6 +49,10 @@ class InModel(OwnForward):
         whole = isinstance(kept, torch.Tensor) or kept or given.get("past_key_values") is not None
         if labels is None or whole or not self.division.way.divides(self.module):
             return self.inner(*args, **kwargs)
+        if not self._loss.is_asked:
+            if self.division.in_stages:
+                raise ModelError(_OTHER_LOSS)
+            return self.inner(*args, **kwargs)  # which joins what it gives another loss function
         ignored = given.get("ignore_index", -100)
         targets = given.get("shift_labels")
         if targets is None:
@@ -75,14 +90,12 @@ class InHead(OwnForward):
         return linear_cross_entropy(hidden, head.weight, targets, bias, ignore_index=division.ignored, reduction="sum")
 
 
-class ShardLoss:
+class ShardLoss(ReplacedLoss):
     """Replaces the loss function of a causal language model, of the signature of ForCausalLMLoss."""
 
     def __init__(self, model: nn.Module, division: Division) -> None:
-        self._model, self._division = model, division
-        self._had = vars(model).get("_loss_function")
-        self._inner: Any = model.loss_function
-        model.loss_function = self.loss  # type: ignore[assignment]
+        self._division = division
+        super().__init__(model, self.loss)
 
     def loss(
         self,
@@ -98,14 +111,14 @@ class ShardLoss:
         division = self._division
         if division.kept is None:
             keywords = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **kwargs}
-            return self._inner(logits, labels, vocab_size, shift_labels=shift_labels, **keywords)  # type: ignore[no-any-return]
+            return self.inner(logits, labels, vocab_size, shift_labels=shift_labels, **keywords)  # type: ignore[no-any-return]
         assert division.targets is not None
         if logits.dim() == 0:  # the head has computed the sum in tiles; others may have replaced its forward again
             own = logits
         else:
             targets = division.own_targets()
             keywords = {"num_items_in_batch": 1, "ignore_index": ignore_index, "shift_labels": targets, **kwargs}
-            own = self._inner(logits, targets, vocab_size, **keywords)
+            own = self.inner(logits, targets, vocab_size, **keywords)
         total = sum_over(own, division.axis)
         if num_items_in_batch is None:
             count = (division.targets != ignore_index).sum()
@@ -113,10 +126,3 @@ class ShardLoss:
         if isinstance(num_items_in_batch, torch.Tensor):
             num_items_in_batch = num_items_in_batch.to(total.device)
         return total / num_items_in_batch
-
-    def remove(self) -> None:
-        """Give the model its loss function back."""
-        if self._had is None:
-            vars(self._model).pop("_loss_function", None)
-        else:
-            self._model._loss_function = self._had

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -65,11 +66,42 @@ def with_divided_head(model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
     return replace(plan, entries=entries)
 
 
+class ReplacedLoss:
+    """Takes the place of the loss function of a ``model`` of transformers, until ``remove``. ``inner``: what was there."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., torch.Tensor]) -> None:
+        self._model, self._loss = model, loss
+        self._had = vars(model).get("_loss_function")
+        self.inner: Any = model.loss_function
+        model.loss_function = self  # type: ignore[assignment]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._loss(*args, **kwargs)
+
+    @property
+    def is_asked(self) -> bool:
+        """False if a script has given the model another loss function since, which needs whole logits."""
+        function = vars(self._model).get("_loss_function")
+        while isinstance(function, ReplacedLoss) and function is not self:
+            function = function.inner
+        return function is self
+
+    def remove(self) -> None:
+        """Give the model its loss function back. One that a script has given it since stays."""
+        if vars(self._model).get("_loss_function") is not self:
+            return
+        if self._had is None:
+            del self._model._loss_function
+        else:
+            self._model._loss_function = self._had
+
+
 class DividedLogits(ReplacedForward):
     """The forward of a causal language model, with its head converted already.
 
     In training, if it is given labels, its logits stay divided, and it computes the loss from them. In all other calls the
-    head gathers them, because whoever generates, evaluates or computes a loss of his own needs whole ones.
+    head gathers them, because whoever generates, evaluates or computes a loss of his own needs whole ones, also by a loss
+    function that the model has been given since.
     """
 
     def __init__(self, model: nn.Module, region: Region) -> None:
@@ -79,15 +111,13 @@ class DividedLogits(ReplacedForward):
         head.own_stream = False
         self.head = head
         self.vocabulary: int = head.whole_sizes.get("out_features", head.whole_sizes.get("nf"))
-        self.had_loss = vars(model).get("_loss_function")
-        self.whole_loss: Any = model.loss_function
-        model.loss_function = self.loss  # type: ignore[assignment]
+        self.replaced_loss = ReplacedLoss(model, self.loss)
 
     __reduce__ = object.__reduce__  # copies divide their logits, too
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         labels = kwargs.get("labels", inspect.signature(self.inner).bind_partial(*args).arguments.get("labels"))
-        if labels is None or not self.module.training:
+        if labels is None or not self.module.training or not self.replaced_loss.is_asked:
             return self.inner(*args, **kwargs)
         with self.head.keeping_columns():
             output = self.inner(*args, **kwargs)
@@ -109,7 +139,7 @@ class DividedLogits(ReplacedForward):
         """Return the mean over targets, or their sum / ``num_items_in_batch``. The target of token n is token n + 1."""
         if self.head.gather_output:
             keywords = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index, **kwargs}
-            return self.whole_loss(logits, labels, vocab_size, shift_labels=shift_labels, **keywords)  # type: ignore[no-any-return]
+            return self.replaced_loss.inner(logits, labels, vocab_size, shift_labels=shift_labels, **keywords)  # type: ignore[no-any-return]
         self.region.forget()
         if shift_labels is None:
             if labels is None:
@@ -128,7 +158,4 @@ class DividedLogits(ReplacedForward):
     def remove(self) -> None:
         """Give the model its forward and its loss function back."""
         super().remove()
-        if self.had_loss is None:
-            vars(self.module).pop("_loss_function", None)
-        else:
-            self.module._loss_function = self.had_loss
+        self.replaced_loss.remove()
