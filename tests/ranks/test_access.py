@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -277,6 +278,83 @@ def edit(stage: int) -> list[str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gathered_parameters(stage: int) -> None:
     assert run_ranks(2, edit, stage) == [[], []]
+
+
+def raising(weight: nn.Parameter) -> None:
+    raise ArithmeticError("of the script")
+
+
+def reshaping(weight: nn.Parameter) -> None:
+    weight.data = torch.zeros(3, 3)
+
+
+BAD_BLOCKS: dict[str, tuple[int | None, type[Exception], Callable[[nn.Parameter], None]]] = {
+    "raises": (0, ArithmeticError, raising),
+    "reshapes": (0, ModelError, reshaping),
+    "only reads": (None, ReleasedParameterError, lambda weight: None),
+    "reads and raises": (None, ArithmeticError, raising),
+}
+
+
+def trained_around_bad_blocks(stage: int, precision: str, kind: Callable[..., Any], names: list[str]) -> Any:
+    """Weights on this rank after a step, blocks that end in errors after an edit of rank 0, and a step."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(Gpt(), make_config(stage, precision=precision), topology=shared_topology())
+    if kind is GatheredBlock:
+        show_placeholders(engine)
+    params = list(engine.module.parameters())
+    for step in range(2):
+        engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), step))))
+        engine.step()
+        for modifier, error, then in (BAD_BLOCKS[name] for name in names if step == 0):
+            edits = modifier == dist.get_rank() or (modifier is None and dist.get_rank() == 0)
+            fails = edits or modifier is not None or then is raising
+            told = pytest.raises(error) if fails else contextlib.nullcontext()
+            with told, torch.no_grad(), kind(params, modifier_rank=modifier):
+                for param in params if edits else ():
+                    param.add_(5.0)
+                then(params[-1])
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", [GatheredParameters, GatheredBlock])
+def test_a_block_that_ends_in_an_error_leaves_no_trace(kind: Any, stage: int, precision: str) -> None:
+    """A rank's half-done edit of what it keeps whole must not stay there: ranks would train different models."""
+    names = [name for name, (modifier, *_) in BAD_BLOCKS.items() if kind is GatheredParameters or modifier is not None]
+    expected = run_ranks(2, trained_around_bad_blocks, stage, precision, kind, [])[0]
+    for weights in run_ranks(2, trained_around_bad_blocks, stage, precision, kind, names):
+        assert weights.keys() == expected.keys()
+        assert all(torch.equal(expected[name], value) for name, value in weights.items())
+
+
+def trained_in_a_block(stage: int) -> tuple[bool, str]:
+    """Whether a step that is taken in a block for reading stays; the error at the end of the block."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(Gpt(), make_config(stage), topology=shared_topology())
+    message = ""
+    try:
+        with GatheredParameters(list(engine.module.parameters())):
+            engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), 0))))
+            engine.step()
+            trained = engine.state_dict()
+    except ReleasedParameterError as error:
+        message = str(error)
+    stays = all(torch.equal(trained[name], value) for name, value in engine.state_dict().items())
+    engine.destroy()
+    return stays, message
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_step_inside_a_block_is_not_undone(stage: int) -> None:
+    """Its masters and moments are those of after the step, so the weights must be, too."""
+    for stays, message in run_ranks(2, trained_in_a_block, stage):
+        assert stays
+        assert "were changed inside GatheredParameters" in message
 
 
 def merged_and_unmerged(stage: int, precision: str) -> tuple[bool, bool]:

@@ -138,8 +138,8 @@ class GatheredBlock(GatheredParameters):
     taken out again leaves rounding there. At other stages they stay as they are, on the rank that made them.
     """
 
-    def _is_copied(self, model: ShardedModel) -> bool:
-        return model in _at_stage_3 and self._modifier_rank is None
+    def _undoes(self, model: ShardedModel) -> bool:
+        return model in _at_stage_3 or self._modifier_rank is not None
 
     def _keeps(self, model: ShardedModel, home: ParameterHome, param: nn.Parameter, now: torch.Tensor) -> bool:
         if model in _at_stage_3 or not home.unit.resident:

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from types import TracebackType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -220,6 +221,29 @@ def keep_owned(home: ParameterHome, flat_group: TrainedGroup, values: torch.Tens
         flat_group.keep_exact(values[run.offset : run.offset + run.numel], run.offset)
 
 
+class _InBlock(NamedTuple):
+    """A parameter that has its full value inside a block.
+
+    ``before``: a copy of ``value``, if that is the one tensor which this rank has of it, and an error is to bring it back.
+    ``publications``: those of ``model`` at that time.
+    """
+
+    model: ShardedModel
+    home: ParameterHome
+    param: nn.Parameter
+    value: torch.Tensor
+    checksum: tuple[float, float]
+    before: torch.Tensor | None
+    publications: int
+
+    def undo(self) -> None:
+        """Let the value be that of before, unless the engine itself has given it another one, as by a step in the block."""
+        is_of_script = self.model.publications == self.publications
+        if self.before is not None and is_of_script and _checksum(self.value) != self.checksum:
+            with torch.no_grad():
+                self.value.copy_(self.before)
+
+
 class GatheredParameters:
     """Give the parameters their full values inside the block, on every rank. All ranks must enter it.
 
@@ -232,6 +256,10 @@ class GatheredParameters:
     value was changed, because ranks could differ. Raises OrderError, on all ranks alike, if they were given different
     parameters, and ModelError if a shape was changed. With ``modifier_rank``, raises ModelError if another pipeline stage
     also has the parameter, or if that rank is on a stage that does not have it.
+
+    After any of these errors, and after one that was raised in the block, the values are those of before. For that each
+    value is copied once. An error in the block is to be raised on all ranks, or to end the program: ranks that go on wait
+    at the end of the block for the others.
     """
 
     def __init__(
@@ -245,7 +273,7 @@ class GatheredParameters:
         present = [param for param in chosen if isinstance(param, torch.Tensor)] if enabled else []
         self._params = [tensor for param in present for _, tensor in inside(param)]
         self._modifier_rank = modifier_rank
-        self._held: list[tuple[ShardedModel, ParameterHome, nn.Parameter, torch.Tensor, tuple[float, float]]] = []
+        self._held: list[_InBlock] = []
         self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # made inside Init, and in no engine yet
         self._being_made: list[torch.Tensor] = []  # made in an Init block that is still open: whole by turns
 
@@ -273,11 +301,14 @@ class GatheredParameters:
             value = model.parts.whole(managed, view)
             # Where the master itself is shown, what it was before tells which of its elements the block has changed.
             compares = self._modifier_rank is not None and home.flat_group.rest is not None
-            if not home.unit.resident or value is not view or compares or self._is_copied(model):
+            before = None
+            if not home.unit.resident or value is not view or compares:
                 value = value.clone()
                 managed.data = value
+            elif self._undoes(model):
+                before = value.clone()
             model.runtime.guard.held.add(id(managed))
-            self._held.append((model, home, managed, value, _checksum(value)))
+            self._held.append(_InBlock(model, home, managed, value, _checksum(value), before, model.publications))
 
     def _managed(self) -> list[tuple[ShardedModel, ParameterHome]]:
         """Return the homes of the parameters that an engine has and no block holds, each once, in the order of units."""
@@ -286,17 +317,19 @@ class GatheredParameters:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         edited, reshaped = self._release_unsettled(keep=kind is None), self._reshaped() if kind is None else []
-        for model, home, param, value, checksum in self._held:
+        for shown in self._held:
+            model, home, param, value = shown[:4]
             model.runtime.guard.held.discard(id(param))
-            name, now = home.name, _value_now(home, param, value)
-            if reshaped:
-                pass  # no new values are kept
-            elif kind is None and self._modifier_rank is not None:
+            now = _value_now(home, param, value)
+            if reshaped or kind is not None:
+                shown.undo()  # no new values are kept
+            elif self._modifier_rank is not None:
                 fresh = now.to(value).contiguous()
                 _take_from(model, self._modifier_rank, fresh)
                 _store_weight(model, home, model.parts.part(param, fresh), exactly=False)
-            elif kind is None and _checksum(now) != checksum and not self._keeps(model, home, param, now):
-                edited.append(name)
+            elif _checksum(now) != shown.checksum and not self._keeps(model, home, param, now):
+                edited.append(home.name)
+                shown.undo()
             param.data = home.flat_group.views[home.entry] if home.unit.resident else home.flat_group.loud[home.entry]
         self._held = []
         if reshaped:
@@ -309,9 +342,9 @@ class GatheredParameters:
 
     # -- what DeepSpeed does otherwise, without modifier_rank (see deepspeed/parameters.py) ------------------------------
 
-    def _is_copied(self, model: ShardedModel) -> bool:
-        """Whether the block shows a copy of a parameter that this rank keeps whole."""
-        return False
+    def _undoes(self, model: ShardedModel) -> bool:
+        """Whether changes that are not kept leave no trace in a parameter that this rank keeps whole."""
+        return True
 
     def _keeps(self, model: ShardedModel, home: ParameterHome, param: nn.Parameter, now: torch.Tensor) -> bool:
         """Whether the values ``now``, which were changed in the block, are kept."""
@@ -330,10 +363,10 @@ class GatheredParameters:
         With ``modifier_rank``, all ranks of the stage return some if any rank has one, because values would be sent.
         """
         found: list[str] = []
-        for model, members in groupby(self._held, lambda held: held[0]):
+        for model, members in groupby(self._held, lambda shown: shown.model):
             changed = [
                 f"{home.name!r} from {tuple(value.shape)} to {tuple(now.shape)}"
-                for _, home, param, value, _ in members
+                for _, home, param, value, *_ in members
                 if (now := _value_now(home, param, value)).shape != value.shape
             ]
             if self._modifier_rank is not None:

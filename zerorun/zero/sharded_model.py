@@ -141,6 +141,7 @@ class ShardedModel:
         self.number = next(_numbers)  # of the engine, the same on all ranks
         self.before_update: list[Callable[[], None]] = []  # called when gradients are reduced and weights are as before
         self.half_loaded = HalfLoaded()
+        self.publications = 0  # how often the weights were given the new values of an update or of a load
         self._norm = Norm(runtime.comm, runtime.units)
         self.homes = {
             id(param): ParameterHome(unit, flat_group, entry)
@@ -219,6 +220,7 @@ class ShardedModel:
         new values, and those that write to them must not change what others have still to read. With
         ``overlap_param_gather`` loops do neither, and it goes on behind the next forward.
         """
+        self.publications += 1
         self.runtime.gathers.begin_anew()
         for unit in self.units:
             unit.has_new_values()
