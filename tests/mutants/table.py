@@ -3893,6 +3893,14 @@ MUTANTS = (
         ("tests/ranks/test_access.py::test_a_block_that_ends_in_an_error_leaves_no_trace",),
     ),
     Mutant(
+        "what-is-added-is-not-noticed",
+        "swallowed",
+        "zerorun/zero/guards.py",
+        "        self._may_be_more = True",
+        "        self._may_be_more = False",
+        ("tests/ranks/test_bad_input.py", "-k", "later"),
+    ),
+    Mutant(
         "changes-in-a-block-stay-at-stage-3",
         "stale",
         "zerorun/deepspeed/parameters.py",

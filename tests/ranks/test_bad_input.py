@@ -288,6 +288,64 @@ def frozen_at_first() -> tuple[str, str]:
     return result
 
 
+class Adapted(nn.Module):
+    """A linear layer and what is added to it, as adapters are."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer
+        self.adapters = nn.ModuleDict()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return sum((adapter(x) for adapter in self.adapters.values()), self.layer(x))
+
+
+def changed_later(change: Callable[[Gpt], None], stage: int = 3) -> tuple[str, str]:
+    """Train a model whose layers may have adapters, which is changed after a step. Weights may not change any more."""
+    model = Gpt()
+    for block in model.blocks:
+        block.down = Adapted(block.down)
+    engine = make(make_config(stage), model=model)
+
+    def step() -> None:
+        engine.backward(engine(ids()).mean())
+        engine.step()
+
+    step()
+    change(model)
+    weights = engine.state_dict()
+    result = attempt(step)
+    assert all(torch.equal(value, weights[name]) for name, value in engine.state_dict().items())
+    engine.destroy()
+    return result
+
+
+def adapter_added_later() -> tuple[str, str]:
+    """In place of all else that is trained, as PEFT's set_adapter() does."""
+
+    def change(model: Gpt) -> None:
+        model.requires_grad_(False)
+        for block in model.blocks:
+            block.down.adapters["new"] = nn.Linear(block.down.layer.in_features, block.down.layer.out_features)
+
+    return changed_later(change)
+
+
+def adapter_added_to_what_is_trained() -> tuple[str, str]:
+    def change(model: Gpt) -> None:
+        layer = model.blocks[1].down.layer
+        model.blocks[1].down.adapters["new"] = nn.Linear(layer.in_features, layer.out_features)
+
+    return changed_later(change, stage=1)
+
+
+def parameter_replaced_later() -> tuple[str, str]:
+    def change(model: Gpt) -> None:
+        model.blocks[1].down.layer.bias = nn.Parameter(torch.ones(model.blocks[1].down.layer.out_features))
+
+    return changed_later(change, stage=0)
+
+
 def direct_optimizer_step() -> tuple[str, str]:
     def action(engine: zerorun.Engine) -> None:
         engine.backward(engine(ids()).mean())
@@ -395,6 +453,9 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     step_without_backward: (StepError, ["without backward"]),
     step_twice: (StepError, ["without backward"]),
     frozen_at_first: (StepError, ["blocks.1.", "more", "was frozen", "Remedy"]),
+    adapter_added_later: (StepError, ["blocks.0.down.adapters.new.weight", "and 7 more", "neither trained", "Remedy"]),
+    adapter_added_to_what_is_trained: (StepError, ["blocks.1.down.adapters.new.weight", "neither trained", "Remedy"]),
+    parameter_replaced_later: (StepError, ["blocks.1.down.layer.bias", "neither trained", "Remedy"]),
     direct_optimizer_step: (StepError, ["engine.step()"]),
     loss_not_scalar: (StepError, ["scalar", "mean()"]),
     loss_without_graph: (StepError, ["does not depend"]),
@@ -413,6 +474,32 @@ def test_error_is_clear_and_the_same_on_all_ranks(case: Callable[[], tuple[str, 
     assert {name for name, _ in answers} == {kind.__name__}
     for word in words:
         assert all(word in text for _, text in answers), (word, answers)
+
+
+def train_beside_what_is_new(stage: int, adds: bool) -> dict[str, torch.Tensor]:
+    """Weights after steps around which the module, and another one, may get parameters that nothing trains."""
+    torch.manual_seed(0)
+    model = Gpt()
+    model.added = nn.ModuleList()
+    engine = make(make_config(stage), model)
+    for step in range(3):
+        if adds:
+            Gpt()
+            model.added.append(nn.Linear(2, 2))  # which no forward runs
+            model.register_parameter(f"frozen{step}", nn.Parameter(torch.ones(2), requires_grad=False))
+        engine.backward(engine(ids()).mean())
+        engine.step()
+    weights = {name: value for name, value in engine.state_dict().items() if name.startswith("blocks")}
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_is_added_and_not_trained_is_no_error(stage: int) -> None:
+    """As adapters that are added and not active."""
+    expected, found = (run_ranks(2, train_beside_what_is_new, stage, adds)[0] for adds in (False, True))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def filtered(stage: int) -> list[torch.Tensor]:

@@ -303,6 +303,7 @@ class Engine(CurvatureTaking):
         model = self.sharded_model
         assert model.optimizer is not None
         model.runtime.guard.refuse_thawed()
+        model.runtime.guard.added.refuse_trained()
         model.optimizer.refuse_changed_needs()
         self.accumulation.advise(self.mean_over_labels)
         self._refuse_losses(summary)

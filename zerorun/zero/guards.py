@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.utils.hooks import RemovableHandle
 
 from ..distributed.device import on_host
 from ..errors import ModelError, ReleasedParameterError, StepError
@@ -25,17 +31,59 @@ _BY_COPY = (
 )
 
 
+class AddedParameters:
+    """Finds parameters that ``module`` has got since: no engine trains them.
+
+    Modules tell of whatever they are given, all of the process. So a step looks through ``module`` only after that.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._known = {id(param) for param in module.parameters()}
+        self._may_be_more = False
+        self._added: list[tuple[str, nn.Parameter]] = []
+
+    def watched(self) -> Iterator[RemovableHandle]:
+        """Hooks, to be removed in the end; they do not keep the module alive."""
+        note = WeakMethod(self._note)
+
+        def registered(*of_what: Any) -> None:
+            if (known := note()) is not None:
+                known()
+
+        yield register_module_parameter_registration_hook(registered)
+        yield register_module_module_registration_hook(registered)
+
+    def _note(self) -> None:
+        self._may_be_more = True
+
+    def refuse_trained(self) -> None:
+        """Raise StepError if one of them has a gradient, which nobody will ever use."""
+        if self._may_be_more:
+            self._may_be_more = False
+            self._added = [(n, p) for n, p in self._module.named_parameters() if id(p) not in self._known]
+        trained = [repr(name) for name, param in self._added if param.requires_grad and param.grad is not None]
+        if trained:
+            raise StepError(
+                f"the model has changed since initialize(): there is a gradient of {listed(trained, 1)}, which is new. "
+                "What is new is neither trained nor saved. Weights are those before this step. Remedy: make a new engine "
+                "after changing parameters, as by adding an adapter; or add all adapters before initialize(), and let "
+                "their parameters require a gradient there."
+            )
+
+
 class ScriptGuard:
     """Finds what a script does with parameters that would be lost, or is not what it seems.
 
     ``held``: ids of parameters inside a GatheredParameters block. ``state_dict_allowed``: though it has placeholders, which
-    whoever asks puts full values for; ``placeholders_shown``: to the script, too.
+    whoever asks puts full values for; ``placeholders_shown``: to the script, too. ``added``: what the module has got since.
     """
 
     def __init__(self, module: nn.Module, units: list[Unit], device: torch.device) -> None:
         self.held: set[int] = set()
         self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         self.state_dict_allowed = self.placeholders_shown = False
+        self.added = AddedParameters(module)
         self._units, self._on_cpu = units, on_host(device)
         self._passes = 0
 
