@@ -3901,6 +3901,22 @@ MUTANTS = (
         ("tests/ranks/test_bad_input.py", "-k", "later"),
     ),
     Mutant(
+        "what-is-empty-is-partitioned-as-it-comes",
+        "order",
+        "zerorun/zero/init.py",
+        "        waiting, self._waiting = sorted(self._waiting, key=lambda pair: pair[0]), []",
+        "        waiting, self._waiting = self._waiting, []",
+        ("tests/ranks/test_script_orders.py", "-k", "lacks"),
+    ),
+    Mutant(
+        "parameters-of-one-shape-are-taken-for-each-other",
+        "swallowed",
+        "zerorun/zero/init.py",
+        '                self._names[tensor] = f"{name!r} of a {type(module).__name__}"',
+        "",
+        ("tests/ranks/test_script_orders.py", "-k", "told_apart"),
+    ),
+    Mutant(
         "changes-in-a-block-stay-at-stage-3",
         "stale",
         "zerorun/deepspeed/parameters.py",

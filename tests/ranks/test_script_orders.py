@@ -201,6 +201,63 @@ def test_parameters_made_in_another_order_are_refused(widths: tuple[int, ...]) -
         assert "set" in text
 
 
+class Swapped(nn.Module):
+    """Parameters of one shape, which are registered in another order on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in in_own_order(["first", "second", "third"])[:-1]:
+            self.register_parameter(name, nn.Parameter(torch.zeros(4)))
+
+
+def registered_in_own_order() -> tuple[str, str]:
+    def action() -> None:
+        with Init():
+            Swapped()
+
+    return attempt(action)
+
+
+def test_parameters_of_one_shape_are_told_apart_by_their_names() -> None:
+    """They were given each other's values, which no rank noticed."""
+    for kind, text in run_ranks(2, registered_in_own_order):
+        assert kind == "OrderError"
+        assert "'second' of a Swapped" in text
+        assert "'third' of a Swapped" in text
+
+
+def loaded_without_some(widths: tuple[int, ...], partly: bool, in_init: bool) -> list[torch.Tensor]:
+    """Values of a model as from_pretrained() makes it: on the meta device, then from a file that lacks most of it."""
+    torch.manual_seed(5)
+    with Init(enabled=in_init):
+        with torch.device("meta"):
+            model = nn.ModuleList([Layers(), *(nn.Linear(width, 4) for width in widths)])
+        first, *others = model
+        for name, param in list(first.named_parameters()):
+            module, _, attribute = name.rpartition(".")
+            setattr(first.get_submodule(module), attribute, nn.Parameter(torch.full(param.shape, 3.0)))
+        missing = [(layer, name) for layer in others for name, _ in layer.named_parameters()]
+        for layer, name in in_own_order(missing)[:-1]:
+            value = torch.empty_like(getattr(layer, name), device="cpu")
+            setattr(layer, name, nn.Parameter(value))
+        for layer in others[: 1 if partly else None]:
+            layer.reset_parameters()
+        for layer in others[1:] if partly else ():  # by what shares its memory
+            for param in layer.parameters():
+                param.data.copy_(torch.rand(param.shape))
+    with GatheredParameters(model.parameters()):
+        return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("widths", ((4, 4, 4), (4, 5, 6)))
+@pytest.mark.parametrize(("world", "partly"), [(1, False), (2, False), (3, True)])
+def test_what_a_file_lacks_is_made_in_any_order(world: int, widths: tuple[int, ...], partly: bool) -> None:
+    """Transformers goes through a set of names, and makes an empty parameter for each."""
+    expected = run_ranks(1, loaded_without_some, widths, partly, False)[0]
+    for found in run_ranks(world, loaded_without_some, widths, partly, True):
+        assert all(torch.equal(value, wanted) for value, wanted in zip(found, expected, strict=True))
+
+
 def grouped() -> tuple[str, str]:
     model = build()
     groups = [{"params": list(block.parameters()), "lr": 0.1 ** (i + 1)} for i, block in enumerate(model.blocks)]

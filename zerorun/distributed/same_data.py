@@ -97,10 +97,14 @@ def compare(
 
 
 def _first_difference(wanted: Sequence[Sequence[str]]) -> str:
-    """Describe the first difference from rank 0 in ``wanted``, by rank; empty if only the order differs."""
+    """Describe the first difference from rank 0 in ``wanted``, by rank; of the order, if all have the same."""
     for rank, theirs in enumerate(wanted):
         for who, other, more, less in ((0, rank, wanted[0], theirs), (rank, 0, theirs, wanted[0])):
             only = next(iter(Counter(more) - Counter(less)), None)
             if only is not None:
                 return f": rank {who} has {only}, which rank {other} does not have"
+    for rank, theirs in enumerate(wanted):
+        for first, other_one in zip(wanted[0], theirs, strict=True):
+            if first != other_one:
+                return f": where rank 0 has {first}, rank {rank} has {other_one}"
     return ""

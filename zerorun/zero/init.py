@@ -14,6 +14,12 @@ function that gets any tensor in this memory first makes the parameters there wh
 keeps it alive, or else in new memory for all of them. Gathers must be the same on all ranks, no matter when their garbage
 collectors run, so all parameters that were partitioned stay alive until the block ends.
 
+[Note: empty parameters]
+Who builds a model on the meta device and loads a file makes empty parameters in place of those that the file lacks, and
+then initialises them, module by module. Transformers makes them in the order of a set, which differs from rank to rank. So
+an empty parameter in such a place waits until a function gets one that waits: all are partitioned then, in the order in
+which the places were made. They take no memory as long as nobody has written to them.
+
 ``nn.Parameter(p)`` is not a torch function, and returns a tensor that shares the one element of p's placeholder. It is
 recognised by this, and gets the memory of ``p`` as soon as it is registered or used. Nor is ``p.set_(values)`` a torch
 function: a partitioned parameter that no longer shows its placeholder was given other values, and these count.
@@ -26,7 +32,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from types import TracebackType
 from typing import Any, ClassVar, NamedTuple
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 from torch import nn
@@ -549,6 +555,12 @@ class Init(TorchFunctionMode):
             )
         self._enabled, self._dtype, self._dtype_before = enabled, dtype, torch.get_default_dtype()
         self._owner = WeakIdKeyDictionary()  # parameter -> the module that registered it, or a stand-in for one
+        self._names = WeakIdKeyDictionary()  # parameter -> what to call it
+        # Module -> its parameters on the meta device, by name: the number in the order in which they were registered.
+        self._places = WeakKeyDictionary[nn.Module, dict[str, int]]()
+        self._place_numbers = count()
+        self._waiting: list[tuple[int, torch.Tensor]] = []  # see [Note: empty parameters]
+        self._last_empty: Callable[[], torch.Tensor | None] = lambda: None  # what torch.empty_like() has made
         self._current: list[Any] = []  # the modules whose parameters are whole
         self._whole_now: list[torch.Tensor] = []
         self._alive: dict[int, torch.Tensor] = {}  # id -> parameter: see [Note: memory that several tensors share]
@@ -589,9 +601,10 @@ class Init(TorchFunctionMode):
                 super().__exit__(kind, error, trace)
                 self._hook.remove()
                 if kind is None:
+                    self._partition_waiting()
                     self._use(filter(_has_new_values, self._alive.values()))
                     self._partition_all()
-                self._current, self._alive = [], {}
+                self._current, self._alive, self._waiting = [], {}, []
 
     def hold(self, params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Make whole those of ``params`` that were made in a block, and return them, in the same order on all ranks.
@@ -606,10 +619,16 @@ class Init(TorchFunctionMode):
         kwargs = kwargs or {}
         if func.__name__ != "__get__" or func in _READS_VALUES:  # shape, dtype, ... need no values
             self._use(inner for tensor in tensors_in([args, kwargs]) for _, inner in inside(tensor))
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if func is torch.empty_like:
+            self._last_empty = TensorWeakRef(result)
+        return result
 
     def _created(self, module: nn.Module, name: str, param: Any) -> None:
-        if not isinstance(param, nn.Parameter) or is_lazy(param) or param.is_meta:
+        if not isinstance(param, nn.Parameter) or is_lazy(param):
+            return
+        if param.is_meta:
+            self._places.setdefault(module, {})[name] = next(self._place_numbers)
             return
         with torch._C.DisableTorchFunction():
             new = [tensor for _, tensor in members(param) if tensor not in self._owner]
@@ -619,14 +638,27 @@ class Init(TorchFunctionMode):
                 _refuse_placeholder(name, tensor)
             if tensor not in self._owner:  # otherwise it was made in an earlier block
                 self._owner[tensor] = module
+                self._names[tensor] = f"{name!r} of a {type(module).__name__}"
                 _watch_state_dict(module)
+                if self._is_empty(tensor) and name in self._places.get(module, ()):
+                    self._waiting.append((self._places[module][name], tensor))
+                    continue
                 self._make_room([module])
                 self._whole_now.append(tensor)
+
+    def _is_empty(self, param: torch.Tensor) -> bool:
+        """True if nobody has written to ``param`` since torch.empty_like() made it."""
+        with torch._C.DisableTorchFunction():
+            last = self._last_empty()
+            return last is not None and storage_key(last) == storage_key(param) and param._version == 0
 
     def _use(self, tensors: Iterable[torch.Tensor]) -> None:
         """Make everything whole that a function needs to work on ``tensors``, all at the same time."""
         with torch._C.DisableTorchFunction(), torch.no_grad():
             given = list(tensors)
+            waiting = {storage_key(param) for _, param in self._waiting}
+            if waiting and any(storage_key(tensor) in waiting for tensor in given):
+                self._partition_waiting()
             for tensor in sorted(filter(_has_new_values, given), key=_number_behind):
                 _partitioned.pop(tensor)
                 self._now_whole([tensor])
@@ -667,12 +699,20 @@ class Init(TorchFunctionMode):
         self._whole_now, self._current = staying, list(owners)
 
     def _partition_all(self) -> None:
+        self._partition(self._whole_now)
+        self._whole_now.clear()
+
+    def _partition_waiting(self) -> None:
+        waiting, self._waiting = sorted(self._waiting, key=lambda pair: pair[0]), []
+        self._partition([param for _, param in waiting])
+
+    def _partition(self, params: Iterable[torch.Tensor]) -> None:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            new = {id(param): param for param in self._whole_now}
-            waiting = [param for param in new.values() if param not in _partitioned]  # Init(module) has done the others
-            _compare(_OTHER_CODE, [f"made a parameter of shape {tuple(p.shape)}, {p.dtype}" for p in waiting], _SAME_CODE)
-            for param in waiting:
+            new = {id(param): param for param in params}
+            whole = [param for param in new.values() if param not in _partitioned]  # Init(module) has done the others
+            made = [f"made {self._names.get(p, 'a parameter')}, of shape {tuple(p.shape)}, {p.dtype}" for p in whole]
+            _compare(_OTHER_CODE, made, _SAME_CODE)
+            for param in whole:
                 release(param)
                 _watch_forward(self._owner_of(param), param)
             self._alive.update(new)
-        self._whole_now.clear()
