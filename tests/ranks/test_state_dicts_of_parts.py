@@ -183,6 +183,34 @@ def test_state_dicts_of_parts_have_no_placeholders(masters: str, tmp_path: Path)
     assert run_ranks(2, save_parts, masters, tmp_path) == [[], []]
 
 
+def load_outside_a_block(name: str) -> list[str]:
+    """What is wrong with loads at stage 3 of the module ``name``, outside of a block and, as the error says, inside one."""
+    engine = zerorun.initialize(build(), make_config(3))
+    module: Any = engine.module
+    asked, before = module.get_submodule(name), engine.state_dict()
+    state = {key.removeprefix(f"{name}."): value + 1.0 for key, value in before.items() if key.startswith(name)}
+    first = next(key for key, _ in asked.named_parameters() if key.startswith("blocks" if not name else ""))
+    kind, text = attempt(lambda: asked.load_state_dict(state))
+    problems = []
+    if kind != "ReleasedParameterError" or repr(first) not in text or "modifier_rank=0" not in text:
+        problems.append(f"{kind} {text}")
+    problems += [key for key, value in engine.state_dict().items() if not torch.equal(value, before[key])]
+    asked.load_state_dict({}, strict=False)  # nothing for a placeholder
+    with GatheredParameters(list(asked.parameters()), modifier_rank=0):
+        asked.load_state_dict(state)
+    for key, value in engine.state_dict().items():
+        if not torch.equal(value, before[key] + (1.0 if key.startswith(name) else 0.0)):
+            problems.append(f"{key} inside a block")
+    engine.destroy()
+    return problems
+
+
+@pytest.mark.parametrize("name", ("", "blocks.1"))
+def test_a_load_into_placeholders_is_refused(name: str) -> None:
+    """Before anything is loaded; torch's own error spoke of memory locations."""
+    assert run_ranks(2, load_outside_a_block, name) == [[], []]
+
+
 def copied_and_pickled(stage: int) -> list[bool]:
     engine = zerorun.initialize(build(), make_config(stage, precision="bf16"))
     steps(engine, 1)

@@ -6,14 +6,14 @@ parameters of the engine below them have the hooks, and not the whole model alon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..errors import ReleasedParameterError
-from ..plan.weights import own_members
+from ..plan.weights import inside, own_members
 from .away import WEIGHTS
 from .flat_group import TrainedGroup, take_weight
 from .runtime import ModuleHook, Removable
@@ -52,6 +52,11 @@ def _homes(layer: nn.Module, model: ShardedModel) -> list[tuple[torch.Tensor, Pa
     return [(tensor, model.homes[id(tensor)]) for tensor in own_members(layer) if id(tensor) in model.homes]
 
 
+def _is_placeholder(model: ShardedModel, tensor: torch.Tensor) -> bool:
+    home = model.homes.get(id(tensor))
+    return home is not None and not home.unit.resident and id(tensor) not in model.runtime.guard.held
+
+
 class StateDictGuard(ModuleHook):
     """Called before the state dict of ``layer`` is made, and asked before it is copied or pickled."""
 
@@ -62,7 +67,7 @@ class StateDictGuard(ModuleHook):
         """Raises ReleasedParameterError."""
         homes = _homes(self._layer, self._model)
         away = WEIGHTS in self._model.runtime.made.states.away
-        if (away and homes) or any(self._is_placeholder(*home) for home in homes):
+        if (away and homes) or any(_is_placeholder(self._model, tensor) for tensor, _ in homes):
             raise ReleasedParameterError(
                 f"a copy or a pickle of {self._name(self._layer)} would hold {_PLACEHOLDERS} and not its weights. Remedy: "
                 "make it inside `with zerorun.zero.GatheredParameters(list(module.parameters())):`, on all ranks, where it "
@@ -89,15 +94,12 @@ class StateDictGuard(ModuleHook):
         """What the state dict would hold in place of values; "" if all are here, as in a block of GatheredParameters."""
         held, shards, found = self._model.runtime.guard.held, self._model.parts.shards, ""
         for layer in module.modules():
-            for tensor, home in _homes(layer, self._model):
+            for tensor, _ in _homes(layer, self._model):
                 if id(tensor) not in held and id(tensor) in shards:
                     return _PARTS
-                if self._is_placeholder(tensor, home):
+                if _is_placeholder(self._model, tensor):
                     found = _PLACEHOLDERS
         return found
-
-    def _is_placeholder(self, tensor: torch.Tensor, home: ParameterHome) -> bool:
-        return id(tensor) not in self._model.runtime.guard.held and not home.unit.resident
 
     def _name(self, module: nn.Module) -> str:
         name = next((name for name, layer in self._model.module.named_modules() if layer is module), "")
@@ -110,6 +112,17 @@ class Adoption(ModuleHook):
     def __init__(self, model: ShardedModel) -> None:
         self._model = model
         self._before: dict[int, torch.Tensor] = {}  # by id(parameter), where the master itself is overwritten
+
+    def refuse_placeholders(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+        """Raise ReleasedParameterError if ``state`` has values for placeholders in ``module`` or inside it."""
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if prefix + name in state and any(_is_placeholder(self._model, tensor) for _, tensor in inside(param)):
+                raise ReleasedParameterError(
+                    f"load_state_dict() at stage 3 has a value for {name!r}, of which only a placeholder is on this rank. "
+                    "Nothing was loaded. Remedy: call it inside `with zerorun.zero.GatheredParameters("
+                    "list(module.parameters()), modifier_rank=0):`, on all ranks; or zerorun.load_pretrained(model, dir) "
+                    "before initialize()."
+                )
 
     def begin(self, module: nn.Module) -> None:
         """``module`` is going to load its own parameters."""
@@ -141,5 +154,7 @@ class AdoptionBegins(ModuleHook):
     def __init__(self, adoption: Adoption) -> None:
         self._adoption = adoption
 
-    def __call__(self, module: nn.Module, *unused: Any) -> None:
+    def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *unused: Any) -> None:
+        """Raises ReleasedParameterError."""
+        self._adoption.refuse_placeholders(module, state, prefix)
         self._adoption.begin(module)
