@@ -3888,7 +3888,7 @@ MUTANTS = (
         "half-done-edits-stay",
         "swallowed",
         "zerorun/zero/access.py",
-        "                shown.undo()  # no new values are kept",
+        "                self._undo(shown)  # no new values are kept",
         "                pass",
         ("tests/ranks/test_access.py::test_a_block_that_ends_in_an_error_leaves_no_trace",),
     ),
@@ -4523,5 +4523,13 @@ MUTANTS = (
         "        elif divides and isinstance(callback, _AVERAGING):",
         "        elif False:",
         ("tests/clients/test_mode.py", "-k", "lightnings_callbacks"),
+    ),
+    Mutant(
+        "edits-of-readers-are-forgotten",
+        "swallowed",
+        "zerorun/zero/access.py",
+        "            self._spoil(shown)",
+        "            pass",
+        ("tests/ranks/test_access.py", "-k", "block_for_reading"),
     ),
 )

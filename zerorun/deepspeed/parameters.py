@@ -19,7 +19,7 @@ from ..engine.engine import Engine
 from ..errors import ConfigError, ConfigProblem
 from ..log import warn_once
 from ..plan.weights import inside, packed_buffers
-from ..zero.access import GatheredParameters, owned_part
+from ..zero.access import GatheredParameters, Shown, owned_part
 from ..zero.init import InitState, state_in_init
 from ..zero.placeholders import UnsavedPlaceholder, placeholder
 from ..zero.runtime import ModuleHook, Runtime
@@ -138,8 +138,11 @@ class GatheredBlock(GatheredParameters):
     taken out again leaves rounding there. At other stages they stay as they are, on the rank that made them.
     """
 
-    def _undoes(self, model: ShardedModel) -> bool:
+    def _is_copied(self, model: ShardedModel) -> bool:
         return model in _at_stage_3 or self._modifier_rank is not None
+
+    def _spoil(self, shown: Shown) -> None:
+        """Nothing is told: what a script does there at other stages stays, as in DeepSpeed."""
 
     def _keeps(self, model: ShardedModel, home: ParameterHome, param: nn.Parameter, now: torch.Tensor) -> bool:
         if model in _at_stage_3 or not home.unit.resident:

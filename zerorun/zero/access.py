@@ -221,11 +221,11 @@ def keep_owned(home: ParameterHome, flat_group: TrainedGroup, values: torch.Tens
         flat_group.keep_exact(values[run.offset : run.offset + run.numel], run.offset)
 
 
-class _InBlock(NamedTuple):
+class Shown(NamedTuple):
     """A parameter that has its full value inside a block.
 
-    ``before``: a copy of ``value``, if that is the one tensor which this rank has of it, and an error is to bring it back.
-    ``publications``: those of ``model`` at that time.
+    ``is_own``: ``value`` is the one tensor that this rank has of it. ``before``: a copy of it, if an error is to bring it
+    back. ``publications``: those of ``model`` at that time.
     """
 
     model: ShardedModel
@@ -233,15 +233,15 @@ class _InBlock(NamedTuple):
     param: nn.Parameter
     value: torch.Tensor
     checksum: tuple[float, float]
+    is_own: bool
     before: torch.Tensor | None
     publications: int
 
-    def undo(self) -> None:
-        """Let the value be that of before, unless the engine itself has given it another one, as by a step in the block."""
+    @property
+    def is_edited(self) -> bool:
+        """True if the script has changed what the rank goes on with. The engine itself may, as by a step in the block."""
         is_of_script = self.model.publications == self.publications
-        if self.before is not None and is_of_script and _checksum(self.value) != self.checksum:
-            with torch.no_grad():
-                self.value.copy_(self.before)
+        return self.is_own and is_of_script and _checksum(self.value) != self.checksum
 
 
 class GatheredParameters:
@@ -257,9 +257,10 @@ class GatheredParameters:
     parameters, and ModelError if a shape was changed. With ``modifier_rank``, raises ModelError if another pipeline stage
     also has the parameter, or if that rank is on a stage that does not have it.
 
-    After any of these errors, and after one that was raised in the block, the values are those of before. For that each
-    value is copied once. An error in the block is to be raised on all ranks, or to end the program: ranks that go on wait
-    at the end of the block for the others.
+    After any of these errors, and after one that was raised in the block, the values are those of before: for that, blocks
+    with ``modifier_rank`` copy each value once. Without it, what was changed in place of a parameter that this rank keeps
+    whole stays so, and the next step or save raises CheckpointError until weights are loaded. An error in the block is to
+    be raised on all ranks, or to end the program: ranks that go on wait at the end of the block for the others.
     """
 
     def __init__(
@@ -273,7 +274,7 @@ class GatheredParameters:
         present = [param for param in chosen if isinstance(param, torch.Tensor)] if enabled else []
         self._params = [tensor for param in present for _, tensor in inside(param)]
         self._modifier_rank = modifier_rank
-        self._held: list[_InBlock] = []
+        self._held: list[Shown] = []
         self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # made inside Init, and in no engine yet
         self._being_made: list[torch.Tensor] = []  # made in an Init block that is still open: whole by turns
 
@@ -301,14 +302,14 @@ class GatheredParameters:
             value = model.parts.whole(managed, view)
             # Where the master itself is shown, what it was before tells which of its elements the block has changed.
             compares = self._modifier_rank is not None and home.flat_group.rest is not None
-            before = None
-            if not home.unit.resident or value is not view or compares:
+            is_own = home.unit.resident and value is view and not compares
+            if not is_own:
                 value = value.clone()
                 managed.data = value
-            elif self._undoes(model):
-                before = value.clone()
+            before = value.clone() if is_own and self._is_copied(model) else None
             model.runtime.guard.held.add(id(managed))
-            self._held.append(_InBlock(model, home, managed, value, _checksum(value), before, model.publications))
+            shown = Shown(model, home, managed, value, _checksum(value), is_own, before, model.publications)
+            self._held.append(shown)
 
     def _managed(self) -> list[tuple[ShardedModel, ParameterHome]]:
         """Return the homes of the parameters that an engine has and no block holds, each once, in the order of units."""
@@ -322,14 +323,14 @@ class GatheredParameters:
             model.runtime.guard.held.discard(id(param))
             now = _value_now(home, param, value)
             if reshaped or kind is not None:
-                shown.undo()  # no new values are kept
+                self._undo(shown)  # no new values are kept
             elif self._modifier_rank is not None:
                 fresh = now.to(value).contiguous()
                 _take_from(model, self._modifier_rank, fresh)
                 _store_weight(model, home, model.parts.part(param, fresh), exactly=False)
             elif _checksum(now) != shown.checksum and not self._keeps(model, home, param, now):
                 edited.append(home.name)
-                shown.undo()
+                self._undo(shown)
             param.data = home.flat_group.views[home.entry] if home.unit.resident else home.flat_group.loud[home.entry]
         self._held = []
         if reshaped:
@@ -340,11 +341,24 @@ class GatheredParameters:
         if edited:
             self._refuse(edited)
 
+    def _undo(self, shown: Shown) -> None:
+        """Let a parameter have the value of before. What cannot be undone is an error at the next step, save or load."""
+        if shown.is_edited and shown.before is not None:
+            with torch.no_grad():
+                shown.value.copy_(shown.before)
+        elif shown.is_edited:
+            self._spoil(shown)
+
     # -- what DeepSpeed does otherwise, without modifier_rank (see deepspeed/parameters.py) ------------------------------
 
-    def _undoes(self, model: ShardedModel) -> bool:
-        """Whether changes that are not kept leave no trace in a parameter that this rank keeps whole."""
-        return True
+    def _is_copied(self, model: ShardedModel) -> bool:
+        """Whether an error brings back what this rank keeps whole. Whoever only reads is spared a copy of all."""
+        return self._modifier_rank is not None
+
+    def _spoil(self, shown: Shown) -> None:
+        """An edit stays that other ranks may not have made."""
+        source = f"values into {shown.home.name!r} in a block of GatheredParameters without modifier_rank"
+        shown.model.half_loaded.begin(source, "weights")
 
     def _keeps(self, model: ShardedModel, home: ParameterHome, param: nn.Parameter, now: torch.Tensor) -> bool:
         """Whether the values ``now``, which were changed in the block, are kept."""

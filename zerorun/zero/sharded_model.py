@@ -107,10 +107,14 @@ class HalfLoaded:
     @contextmanager
     def loading(self, source: object, *what: str) -> Iterator[None]:
         """The block changes ``what`` to what ``source`` has. If it fails, that is half loaded until another load of it."""
-        self._begun.update(dict.fromkeys(what, str(source)))
+        self.begin(source, *what)
         yield
         for name in what:
             del self._begun[name]
+
+    def begin(self, source: object, *what: str) -> None:
+        """From now on ``what`` is half loaded from ``source``, until another load of it."""
+        self._begun.update(dict.fromkeys(what, str(source)))
 
     def refuse(self) -> None:
         """Raise CheckpointError if anything is half loaded."""

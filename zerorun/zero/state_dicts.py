@@ -116,7 +116,10 @@ class Adoption(ModuleHook):
     def refuse_placeholders(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
         """Raise ReleasedParameterError if ``state`` has values for placeholders in ``module`` or inside it."""
         for name, param in module.named_parameters(remove_duplicate=False):
-            if prefix + name in state and any(_is_placeholder(self._model, tensor) for _, tensor in inside(param)):
+            given = state.get(prefix + name)
+            if given is None or given is param:  # which stays as it is
+                continue
+            if any(_is_placeholder(self._model, tensor) for _, tensor in inside(param)):
                 raise ReleasedParameterError(
                     f"load_state_dict() at stage 3 has a value for {name!r}, of which only a placeholder is on this rank. "
                     "Nothing was loaded. Remedy: call it inside `with zerorun.zero.GatheredParameters("
