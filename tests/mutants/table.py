@@ -4531,5 +4531,11 @@ MUTANTS = (
         "            self._spoil(shown)",
         "            pass",
         ("tests/ranks/test_access.py", "-k", "block_for_reading"),
+        "never-compiled-behind-the-watch",
+        "swallowed",
+        "zerorun/zero/placeholders.py",
+        "    def ignore_compile_internals(cls) -> bool:",
+        "    def ignore_compilation(cls) -> bool:",
+        ("tests/ranks/test_compile.py", "-k", "script_compiles"),
     ),
 )

@@ -82,6 +82,65 @@ def test_a_block_is_one_graph_which_is_made_once(
         assert graphs == [2] * 4, "one for training and one for evaluation, which all blocks share"
 
 
+def script_compiles(way: str, model: nn.Module, **options: Any) -> nn.Module:
+    """``model``, compiled as scripts do it that do not use engine.compile()."""
+    if way == "wrapped":
+        return torch.compile(model, **options)
+    if way == "in place":
+        model.compile(**options)
+    for index, block in enumerate(model.blocks):
+        if way == "blocks":
+            block.compile(**options)
+        elif way == "wrapped blocks":
+            model.blocks[index] = torch.compile(block, **options)
+    return model
+
+
+def train_compiled_by_the_script(config: dict[str, Any], way: str, backend: Any) -> tuple[list[float], list[float], int]:
+    """(losses of training and evaluation, the same without compilation, graphs)."""
+    found = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        _compiled.clear()
+        torch.manual_seed(0)
+        model, losses = Gpt(), list[float]()
+        how, _, when = way.partition(", ")
+        options = {"backend": counting_backend if backend == "counting" else backend}
+        first = script_compiles(how, model, **options) if compiles and when == "before" else model
+        engine: Any = zerorun.initialize(first, config)
+        if compiles and when == "after":
+            script_compiles(how, model, **options)
+        call = torch.compile(engine, **options) if compiles and how == "engine" else engine
+        for step in range(3):
+            loss = token_loss(call, tokens(Place(dist.get_rank(), step)))
+            engine.backward(loss)
+            engine.step()
+            engine.eval()
+            with torch.no_grad():
+                evaluated = token_loss(call, tokens(Place(dist.get_rank(), step), salt=1))
+            engine.train()
+            losses += [float(loss.detach()), float(evaluated)]
+        found.append((losses, len(_compiled)))
+        engine.destroy()
+    torch._dynamo.reset()
+    (expected, none), (losses, graphs) = found
+    assert none == 0
+    return losses, expected, graphs
+
+
+WAYS = (
+    *(f"{how}, before" for how in ("wrapped", "in place", "blocks", "wrapped blocks")),
+    *(f"{how}, after" for how in ("in place", "blocks", "engine")),
+)
+
+
+@pytest.mark.parametrize("way", by_day(WAYS, "wrapped, before", "wrapped blocks, before", "blocks, after"))
+def test_what_the_script_compiles_is_compiled_at_stage_3(way: str) -> None:
+    for losses, expected, graphs in run_ranks(2, train_compiled_by_the_script, make_config(3, clip=1.0), way, "counting"):
+        assert losses == expected
+        assert graphs >= 2, "one for training and one for evaluation, at least"
+
+
 @pytest.mark.nightly  # by day the graphs are counted, and run as they are: each kernel takes a C++ compiler seconds
 @pytest.mark.parametrize("block", [Mlp, Block])
 def test_inductor_at_stage_3(block: type[nn.Module]) -> None:

@@ -360,7 +360,6 @@ class Engine(CurvatureTaking):
         """
         options |= compile_kwargs or {}
         show_compilation()
-        self.runtime.reads.stop()
         for unit in self.units[1:]:
             for module in unit.modules:
                 module.forward = compiled(module.forward, **options)  # type: ignore[method-assign]

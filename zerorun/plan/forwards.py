@@ -6,12 +6,15 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._C._dynamo import eval_frame as _dynamo
 
 from ..errors import ModelError
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Functions that only begin when they are called, and run later.
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -93,6 +96,18 @@ def compiled(forward: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         return torch.compile(forward, **options)
     own(**options)
     return forward
+
+
+def uncompiled(function: Function) -> Function:
+    """Mark ``function``, and return it: graphs of torch.compile end before it, and nothing that it calls is compiled.
+
+    torch.compiler.disable() does this by a wrapper, which imports the compiler: a second in the first step. This costs
+    nothing where nobody compiles.
+    """
+    skip = _dynamo._FrameAction.SKIP
+    _dynamo.set_code_exec_strategy(function.__code__, _dynamo._FrameExecStrategy(skip, skip))  # where Python calls it
+    vars(function)["_torchdynamo_disable"] = True  # where a function that is compiled calls it
+    return function
 
 
 def innermost(forward: Any) -> Any:

@@ -157,10 +157,6 @@ class ReadGuard:
     def is_watching(self) -> bool:
         return self._watch is not None
 
-    def stop(self) -> None:
-        """Forwards are compiled, in their first pass: under a watch they would not be."""
-        self._watches = False
-
     def begin(self, key: Hashable) -> None:
         """A pass of the kind ``key`` begins."""
         kind = (key, self._module.training)

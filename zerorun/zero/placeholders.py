@@ -8,11 +8,11 @@ one NaN expanded to the shape. A mistake shows up as a NaN or an error, and neve
 A NaN in a loss is traced to its placeholder through the autograd graph. In evaluation there is no graph. So the first pass
 of each kind runs under a watch, which sees every operation and raises at the one that is given a placeholder. It names the
 parameter, needs no NaN and does not wait for the device. It costs Python time for each operation, but only in this pass.
+Of what is compiled it sees the operations that are left, such as matrix products.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -22,6 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ReleasedParameterError
+from ..plan.forwards import uncompiled
 from ..plan.weights import inside
 
 # Prefixes of the names of operations that use the shape, dtype and device of a tensor, and not its values.
@@ -48,11 +49,14 @@ class ReadWatch(TorchDispatchMode):
         """Return False to PyTorch, whose wrapper for skipped classes imports the compiler: a second in the first step."""
         return False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        look = self._look_uncompiled if "torch._dynamo" in sys.modules else self._look
-        return look(func, args, kwargs or {})
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True to PyTorch, which never compiles what it has once met under another mode."""
+        return True
 
-    def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
+    @uncompiled
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if not getattr(func, "is_view", False) and not func.__name__.startswith(_READ_NO_VALUES):
             for tensor in (inner for given in tensors_in((args, kwargs)) for _, inner in inside(given)):
                 found = self._shown.get(storage_key(tensor))
@@ -60,8 +64,6 @@ class ReadWatch(TorchDispatchMode):
                     names, unit = found
                     raise released_parameter(names[int(tensor.storage_offset())], unit)
         return func(*args, **kwargs)
-
-    _look_uncompiled = torch._disable_dynamo(_look)
 
 
 def released_parameter(name: str, unit: str) -> ReleasedParameterError:

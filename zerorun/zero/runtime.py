@@ -48,7 +48,7 @@ from torch.autograd import Variable
 from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..errors import ModelError, StepError
-from ..plan.forwards import ReplacedForward, methods_with_parts
+from ..plan.forwards import ReplacedForward, methods_with_parts, uncompiled
 from ..plan.sharding_plan import ShardingPlan
 from .away import GRADIENTS, SLOTS, WEIGHTS
 from .builder import ShardedParameters
@@ -319,6 +319,7 @@ class Runtime:
         self._handles = []
         self._inside.forget_inputs()
 
+    @uncompiled
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if unit.index == 0:
             self._recover()
@@ -335,6 +336,7 @@ class Runtime:
         if unit.index:
             self._need(trace, unit)
 
+    @uncompiled
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self.guard.refuse_repacked(unit)
         if self._backward is None:
@@ -346,6 +348,7 @@ class Runtime:
         if torch.is_grad_enabled():
             self._hook_outputs(unit, (args, kwargs), output)
 
+    @uncompiled
     def _after_any(self, module: nn.Module, args: Any, output: Any) -> None:
         """End the watch with the outermost forward, even if that raises."""
         if self.reads.is_watching and not self._inside.on_the_stack():
