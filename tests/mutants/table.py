@@ -4538,4 +4538,20 @@ MUTANTS = (
         "    def ignore_compilation(cls) -> bool:",
         ("tests/ranks/test_compile.py", "-k", "script_compiles"),
     ),
+    Mutant(
+        "wrapped-blocks-have-a-length",
+        "swallowed",
+        "zerorun/activations/region.py",
+        "    kept, buffers = map_tensors((args, kwargs), keep), BufferStates(function if module is None else module)",
+        "    kept, buffers = map_tensors((args, kwargs), keep), BufferStates(module or function)",
+        ("tests/ranks/test_compile.py", "-k", "script_compiles"),
+    ),
+    Mutant(
+        "recomputed-without-the-compiler",
+        "swallowed",
+        "zerorun/activations/blocks.py",
+        "        inner = compiled_by(compiler, self.inner)",
+        "        inner = self.inner",
+        ("tests/ranks/test_compile.py", "-k", "script_compiles"),
+    ),
 )

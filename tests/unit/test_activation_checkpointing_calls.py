@@ -405,3 +405,15 @@ def test_flops_of_attention_with_fewer_heads_of_keys() -> None:
     query, key, value = torch.Size((2, 4, 5, 8)), torch.Size((2, 2, 7, 8)), torch.Size((2, 2, 7, 6))
     shapes = query, torch.Size((2, 4, 7, 8)), torch.Size((2, 4, 7, 6))
     assert selective._attention_flops(query, key, value) == flop_counter.sdpa_flop_count(*shapes)
+
+
+def test_a_compiled_function_may_call_it() -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+
+    def loss(function: Any) -> torch.Tensor:
+        return (function(layer, x) * 2.0).sum()
+
+    expected = torch.autograd.grad(loss(lambda layer, x: layer(x)), layer.weight)
+    found = torch.autograd.grad(torch.compile(loss, backend="eager")(checkpoint), layer.weight)
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+    torch._dynamo.reset()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..log import info_once, warn_once
-from ..plan.forwards import ReplacedForward
+from ..plan.forwards import ReplacedForward, between_graphs, compiled_by, compiler, uncompiled
 from .host_pool import HostPool
 from .region import Selection, run
 
@@ -36,22 +36,39 @@ class BlockForward(ReplacedForward):
         self._owners, self._caches = owners, caches
         self._pool, self._selection = settings.pool, settings.selection()
 
+    @between_graphs
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(compiler(), args, kwargs)
+
+    @uncompiled
+    def _run(self, compiler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the block, whose forward ``compiler`` compiles, if the script does so."""
+        inner = compiled_by(compiler, self.inner)
         if not self.module.training or not torch.is_grad_enabled():
-            return self.inner(*args, **kwargs)
+            return inner(*args, **kwargs)
         if any(owner.gradient_checkpointing for owner in self._owners):
             _yield_to_the_model()
-            return self.inner(*args, **kwargs)
+            return inner(*args, **kwargs)
         if self._caches.in_use((args, kwargs)):
-            return self.inner(*args, **kwargs)
+            return inner(*args, **kwargs)
         args, kwargs = self._caches.without((args, kwargs))
-        return run(self.inner, args, kwargs, self._pool, self._selection, self.module)
+        if self._selection is not None and compiler is not None:
+            _do_not_compile()
+            inner = self.inner
+        return run(inner, args, kwargs, self._pool, self._selection, self.module)
 
 
 def _yield_to_the_model() -> None:
     warn_once(
         "activation_checkpointing.policy has no effect while the model's own gradient checkpointing is on. Remedy: call "
         "model.gradient_checkpointing_disable(), or remove the key."
+    )
+
+
+def _do_not_compile() -> None:
+    warn_once(
+        'blocks are not compiled in training, because activation_checkpointing.policy is "selective": it keeps results of '
+        'single operations, which a compiled block does not show. Remedy: use "full" or "every_n", or do not compile.'
     )
 
 

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..config.parse import load_config
 from ..distributed.device import default_device
+from ..plan.forwards import uncompiled
 from .blocks import Recompute
 from .host_pool import HostPool
 from .region import Selection, map_tensors, run
@@ -61,6 +62,7 @@ def _use(layers: list[Recompute]) -> None:
         _current.selections.clear()
 
 
+@uncompiled
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call ``function(*args, **kwargs)`` and keep only its inputs for backward, which runs it again.
 

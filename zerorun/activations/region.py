@@ -88,7 +88,7 @@ def run(
         inputs.append(_Input(tensor, group))
         return inputs[-1]
 
-    kept, buffers = map_tensors((args, kwargs), keep), BufferStates(module or function)
+    kept, buffers = map_tensors((args, kwargs), keep), BufferStates(function if module is None else module)
     given = [(args, kwargs)]  # taken by the first run
 
     def call(*anchors: torch.Tensor) -> Any:

@@ -104,10 +104,41 @@ def uncompiled(function: Function) -> Function:
     torch.compiler.disable() does this by a wrapper, which imports the compiler: a second in the first step. This costs
     nothing where nobody compiles.
     """
-    skip = _dynamo._FrameAction.SKIP
-    _dynamo.set_code_exec_strategy(function.__code__, _dynamo._FrameExecStrategy(skip, skip))  # where Python calls it
+    return _left_alone(function, _dynamo._FrameAction.SKIP)
+
+
+def between_graphs(function: Function) -> Function:
+    """As ``uncompiled``, but what it calls is compiled as if the caller had called it."""
+    return _left_alone(function, _dynamo._FrameAction.DEFAULT)
+
+
+def _left_alone(function: Function, called: Any) -> Function:
+    strategy = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, called)
+    _dynamo.set_code_exec_strategy(function.__code__, strategy)  # where Python calls it
     vars(function)["_torchdynamo_disable"] = True  # where a function that is compiled calls it
     return function
+
+
+@between_graphs
+def compiler() -> Any:
+    """Return what compiles the functions that the caller calls, for ``compiled_by``; None where nobody does."""
+    return _dynamo.get_eval_frame_callback()
+
+
+def compiled_by(compiler: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function``, as one that ``compiler`` compiles wherever it is called, even in a backward."""
+    if compiler is None:
+        return function
+
+    @uncompiled
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before = _dynamo.set_eval_frame(compiler)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _dynamo.set_eval_frame(before)
+
+    return call
 
 
 def innermost(forward: Any) -> Any:
