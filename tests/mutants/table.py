@@ -4554,4 +4554,20 @@ MUTANTS = (
         "        inner = self.inner",
         ("tests/ranks/test_compile.py", "-k", "script_compiles"),
     ),
+    Mutant(
+        "sparse-inputs-take-strided-data",
+        "swallowed",
+        "zerorun/activations/versions.py",
+        "        if tensor.layout == torch.strided:  # others take only data of their own layout",
+        "        if True:",
+        ("tests/unit/test_activation_checkpointing_calls.py", "-k", "sparse"),
+    ),
+    Mutant(
+        "sparse-tensors-have-a-storage",
+        "bytes",
+        "zerorun/activations/selective.py",
+        "        names = _PARTS.get(tensor.layout)",
+        "        names = None",
+        ("tests/unit/test_activation_checkpointing_calls.py", "-k", "sparse"),
+    ),
 )

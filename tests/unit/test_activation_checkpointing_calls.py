@@ -417,3 +417,31 @@ def test_a_compiled_function_may_call_it() -> None:
     found = torch.autograd.grad(torch.compile(loss, backend="eager")(checkpoint), layer.weight)
     torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("policy", ("full", "selective"))
+@pytest.mark.parametrize("in_host", (False, True))
+@pytest.mark.parametrize("layout", (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc))
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors(layout: torch.layout, in_host: bool, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_pool, "SMALL_BYTES", 1)
+    torch.manual_seed(0)
+    layer, x = nn.Linear(8, 8), torch.randn(8, 8)
+    graph = torch.eye(8).to_sparse(layout=layout).requires_grad_(layout == torch.sparse_coo)
+
+    def block(graph: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(graph * 2.0, layer(x)).tanh()
+
+    expected = torch.autograd.grad(block(graph, x).sum(), layer.weight)
+    pool, selection = HostPool(torch.device("cpu")) if in_host else None, Selection() if policy == "selective" else None
+    for _ in range(2):
+        output = run(block, (graph, x), {}, pool, selection)
+        torch.testing.assert_close(torch.autograd.grad(output.sum(), layer.weight), expected, rtol=0.0, atol=0.0)
+    kept = kept_bytes(block, graph, x, policy=policy)
+    assert kept >= x.nbytes + 8 * 4, "the values of the sparse tensor count"
+
+
+def test_a_sparse_input_changed_in_place_is_named() -> None:
+    layer, graph = nn.Linear(8, 8), torch.eye(8).to_sparse()
+    with pytest.raises(ModelError, match="changed in place"):
+        run(lambda graph, x: torch.sparse.mm(graph.mul_(2.0), layer(x)), (graph, torch.randn(8, 8)), {})

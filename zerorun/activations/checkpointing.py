@@ -24,7 +24,7 @@ from ..plan.forwards import uncompiled
 from .blocks import Recompute
 from .host_pool import HostPool
 from .region import Selection, map_tensors, run
-from .selective import OperationWatch
+from .selective import OperationWatch, storages
 
 
 class _Current:
@@ -133,7 +133,9 @@ def kept_bytes(function: Callable[..., Any], *args: Any, policy: str = "full", *
             if isinstance(tensor, nn.Parameter):
                 return tensor
             fake = mode.from_tensor(tensor)
-            inputs[fake.untyped_storage()._cdata] = fake.untyped_storage().nbytes()
+            with torch._C._DisableTorchDispatch():  # without contents, a sparse tensor has no size
+                sizes = [storage.nbytes() for storage in storages(tensor).values()]
+            inputs.update(zip(storages(fake), sizes, strict=True))
             return fake
 
         given = map_tensors((args, kwargs), imitate)

@@ -133,7 +133,9 @@ class Group:
     def store(self, tensor: torch.Tensor) -> Stored | None:
         """Copy ``tensor`` to host memory. Return None for tensors that had better stay: those that are small, on another
         device, have gaps, or have elements that strides read more than once."""
-        if tensor.nbytes < SMALL_BYTES or not holds(self.pool.device, tensor) or not _is_dense(tensor):
+        if tensor.layout != torch.strided or tensor.nbytes < SMALL_BYTES:
+            return None
+        if not holds(self.pool.device, tensor) or not _is_dense(tensor):
             return None
         stored = Stored(self.pool, tensor)
         self._stored.append(weakref.ref(stored))
@@ -164,4 +166,4 @@ def _is_dense(tensor: torch.Tensor) -> bool:
             if stride != expected:
                 return False
             expected *= size
-    return tensor.layout == torch.strided
+    return True

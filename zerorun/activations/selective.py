@@ -41,8 +41,24 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+# Of a sparse tensor, which has no memory of its own: the methods that return the tensors which it consists of.
+_BY_ROWS, _BY_COLUMNS = ("crow_indices", "col_indices", "values"), ("ccol_indices", "row_indices", "values")
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), _BY_ROWS),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), _BY_COLUMNS),
+}
+
+
+def storages(value: Any) -> dict[int, torch.UntypedStorage]:
+    """Return the memory of the tensors in ``value``, by keys that hold while it lives."""
+    found = {}
+    for tensor in _tensors(value):
+        names = _PARTS.get(tensor.layout)
+        for part in (tensor,) if names is None else (getattr(tensor.detach(), name)() for name in names):
+            storage = part.untyped_storage()
+            found[storage._cdata] = storage
+    return found
 
 
 def counts(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -133,9 +149,10 @@ class OperationWatch(TorchDispatchMode):
 
     def _packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         def note(tensor: torch.Tensor) -> Any:
-            self.record.saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            found = storages(tensor)
+            self.record.saved.update({key: storage.nbytes() for key, storage in found.items()})
             self.record.needed = len(self.record.results)
-            self._alive.append(tensor.untyped_storage())
+            self._alive += found.values()
             return pack(tensor)
 
         return note
@@ -143,12 +160,13 @@ class OperationWatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        storages = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in _tensors(out)}
+        found = storages(out)
         if not getattr(func, "is_view", False):  # a view of a parameter is not new memory, not even on fake tensors
-            self.record.made.update(storages.keys() - {_storage(tensor) for tensor in _tensors((args, kwargs))})
-        self._alive += [tensor.untyped_storage() for tensor in _tensors(out)]
+            self.record.made.update(found.keys() - storages((args, kwargs)).keys())
+        self._alive += found.values()
         if counts(func, args, kwargs):
-            self.record.results.append(Result(_flops(func, args, kwargs, out), storages))
+            sizes = {key: storage.nbytes() for key, storage in found.items()}
+            self.record.results.append(Result(_flops(func, args, kwargs, out), sizes))
         return out
 
 
@@ -190,8 +208,7 @@ class Keep(TorchDispatchMode):
     def _keep(self, out: Any) -> None:
         self.kept[self._position] = tree_map(self._keep_tensor, out)
         self._versions[self._position] = [Version(tensor) for tensor in _tensors(out)]
-        for tensor in _tensors(out):
-            self._positions[_storage(tensor)] = self._position
+        self._positions.update(dict.fromkeys(storages(out), self._position))
 
     def _keep_tensor(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -204,9 +221,9 @@ class Keep(TorchDispatchMode):
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            for tensor in _tensors(value):
-                position = self._positions.pop(_storage(tensor), None)
-                if position is not None:
+            for key in storages(value):
+                position = self._positions.pop(key, None)
+                if position in self._versions:
                     self.kept[position] = tree_map(_copied, self.kept[position])
                     del self._versions[position]
                     if self._group is not None:  # a copy to host memory may still be running

@@ -11,11 +11,12 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 class Version:
-    """The version that ``tensor`` has now. This keeps the counter alive, and not the memory."""
+    """The version that ``tensor`` has now. This keeps the counter alive, and not the memory, but for sparse tensors."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._counter = counting_alias(tensor)
-        self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        if tensor.layout == torch.strided:  # others take only data of their own layout
+            self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._found = version_of(self._counter)
 
     @property
