@@ -4531,6 +4531,8 @@ MUTANTS = (
         "            self._spoil(shown)",
         "            pass",
         ("tests/ranks/test_access.py", "-k", "block_for_reading"),
+    ),
+    Mutant(
         "never-compiled-behind-the-watch",
         "swallowed",
         "zerorun/zero/placeholders.py",
