@@ -73,29 +73,48 @@ def test_a_module_has_one_engine_at_a_time(stage: int, how: str) -> None:
             assert word in text
 
 
-def tried_again(stage: int, offload: bool) -> list[Any]:
-    """The losses of a model, those of one whose first initialize() failed in the schedule, and what that said."""
-    config = make_config(stage, comms_logger={"enabled": True})
+def tried_again(stage: int, offload: bool, precision: str, own: bool) -> list[Any]:
+    """The losses of a model, those of one whose first initialize() failed in the schedule, and what that said.
+
+    ``own``: the optimizer is the script's own, and the same for both calls.
+    """
+    config = make_config(stage, precision=precision, comms_logger={"enabled": True})
     if offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    if own:
+        del config["optimizer"]
 
     def failing(optimizer: torch.optim.Optimizer) -> Any:
+        torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)
         return torch.optim.lr_scheduler.StepLR(optimizer, {0: 1}[dist.get_rank()])
 
     model, answers, losses = build(), [], []
-    weights = [param.detach().clone() for param in model.parameters()]
-    answers.append(attempt(lambda: zerorun.initialize(model, config, lr_scheduler=failing)))
-    assert all(map(torch.equal, model.parameters(), weights)), "they are the module's again"
-    for trained in (build(), model):
-        engine = zerorun.initialize(trained, config)
+    model.blocks[1].bias.requires_grad_(False).fill_(0.5)  # frozen ones are rounded
+    plain = copy.deepcopy(model)
+    weights, rates = [param.detach().clone() for param in model.parameters()], (0.01, 0.03)
+    optimizer, other = (own_optimizer(trained, rates) if own else None for trained in (model, plain))
+    answers.append(attempt(lambda: zerorun.initialize(model, config, optimizer=optimizer, lr_scheduler=failing)))
+    for param, before in zip(model.parameters(), weights, strict=True):
+        assert param.dtype == torch.float32 and torch.equal(param, before), "they are the module's again"
+    for trained, given in ((plain, other), (model, optimizer)):
+        engine = zerorun.initialize(trained, config, optimizer=given)
         losses.append([step(engine) for _ in range(3)])
+        assert not own or [group["lr"] for group in engine.optimizer.param_groups] == [*rates]
+        losses[-1] += [float(value.double().sum()) for value in engine.state_dict(exact=True).values()]
         engine.destroy()
     return [*losses, answers]
 
 
+def own_optimizer(model: Layers, rates: tuple[float, float]) -> torch.optim.Optimizer:
+    params = [param for param in model.parameters() if param.requires_grad]
+    return torch.optim.AdamW([{"params": params[half::2], "lr": rate} for half, rate in enumerate(rates)])
+
+
+@pytest.mark.parametrize("own", (False, True))
+@pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, True), (3, False), (3, True)])
-def test_a_model_can_be_given_again_after_its_schedule_failed(stage: int, offload: bool) -> None:
-    for untroubled, again, [(kind, text)] in run_ranks(2, tried_again, stage, offload):
+def test_a_model_can_be_given_again_after_its_schedule_failed(stage: int, offload: bool, precision: str, own: bool) -> None:
+    for untroubled, again, [(kind, text)] in run_ranks(2, tried_again, stage, offload, precision, own):
         assert again == untroubled
         assert kind == "ModelError" and "lr_scheduler=failing" in text
 

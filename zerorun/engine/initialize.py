@@ -45,7 +45,7 @@ from ..optim.muon import Muon
 from ..optim.needs import give_overrides, overrides_of
 from ..optim.optimizers import build_optimizer, split_state, watched
 from ..optim.parts import PartsOptimizer
-from ..optim.requested import RawOptimizer, without_elsewhere
+from ..optim.requested import OptimizerAsGiven, RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
 from ..plan.make import buffer_dtype, make_plan, secondary_partition, wire_dtype
 from ..plan.sharding_plan import ShardingPlan
@@ -230,6 +230,7 @@ def initialize(
     coding = GradientCodes(plan.hops, wanted.seed or 0, topology.rank, lambda: accumulation.micro_steps, feedback)
     runtime = Runtime(model, plan, made, comm, backwards, coding)
     refuses = not settings.ignore_unused_parameters
+    given_optimizer = OptimizerAsGiven(raw.optimizer) if raw.optimizer is not None else None
     sharded = _shard_optimizer(raw, plan, made.units, comm, parallelized.copies, refuse_unused=refuses)
     kept_as = ShardedModel if comm.statistics.watch is None else TimedModel
     if sharded is not None:
@@ -240,7 +241,7 @@ def initialize(
     try:
         schedule = _scheduler(wanted, lr_scheduler, sharded)
     except ZerorunError:  # of all ranks alike
-        _give_back(sharded_model, observer)
+        _give_back(sharded_model, observer, given_optimizer)
         if owns_topology:
             topology.close()
         raise
@@ -506,9 +507,15 @@ def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) 
     yield from _recompute(model, config, device)
 
 
-def _give_back(sharded_model: ShardedModel, observer: RunObserver | None) -> None:
-    """Make the module whole again: the script may try once more with the same one. Collective."""
-    restore_module(sharded_model)
+def _give_back(sharded_model: ShardedModel, observer: RunObserver | None, own: OptimizerAsGiven | None) -> None:
+    """Make the module whole again, and the script's ``own`` optimizer: it may try once more with the same ones. Collective.
+
+    Weights have the digits of their masters. Frozen ones and buffers, which have none, are rounded to what an engine of
+    this configuration keeps.
+    """
+    restore_module(sharded_model, exact=True, as_given=True)
+    if own is not None:
+        own.put_back()
     sharded_model.parts.undo()
     for link in links_of(sharded_model.units):
         link.close()

@@ -46,3 +46,28 @@ def without_elsewhere(raw: RawOptimizer, model: nn.Module) -> RawOptimizer:
     kept = {key: group for key, group in raw.group_of.items() if key in here}
     formats = {key: format for key, format in raw.formats.items() if key in here}
     return replace(raw, groups=groups, group_of=kept, formats=formats)
+
+
+class OptimizerAsGiven:
+    """What an optimizer of the script's is before an engine takes it: its attributes, and what its groups have."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._own = optimizer, dict(vars(optimizer))
+        # Dicts stay the same objects, because others know them: the handle of a hook finds it there.
+        tables = [value for value in self._own.values() if isinstance(value, dict) and value is not optimizer.state]
+        self._tables = [(table, dict(table)) for table in tables]
+        self._groups = [(group, {key: _kept(value) for key, value in group.items()}) for group in optimizer.param_groups]
+
+    def put_back(self) -> None:
+        """Let the optimizer be what it was, with its parameters and without states: those were let go of."""
+        own = vars(self._optimizer)
+        own.clear()
+        own.update(self._own)
+        for table, entries in (*self._tables, *self._groups):
+            table.clear()
+            table.update(entries)
+        self._optimizer.state.clear()
+
+
+def _kept(setting: Any) -> Any:
+    return setting.clone() if torch.is_tensor(setting) else setting

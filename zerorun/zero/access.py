@@ -128,10 +128,11 @@ class WholeValues:
         self._flats = {key: flat for key, flat in self._flats.items() if key[0] in needed}
 
 
-def restore_module(model: ShardedModel, *, exact: bool = False) -> None:
+def restore_module(model: ShardedModel, *, exact: bool = False, as_given: bool = False) -> None:
     """Give the parameters full values in memory of their own, and remove the hooks. Collective.
 
-    ``exact``: those that have fp32 masters become fp32, with the values of these.
+    ``exact``: those that have fp32 masters become fp32, with the values of these. ``as_given``: then all get the dtype
+    that they came in.
     """
     runtime = model.runtime
     with contextlib.suppress(OrderError):  # that ranks went different ways was raised before, or does no harm any more
@@ -140,7 +141,8 @@ def restore_module(model: ShardedModel, *, exact: bool = False) -> None:
         for flat_group in unit.flat_groups:
             flat = _exact(model, unit, flat_group) if exact else _weights(runtime, unit, flat_group)
             for entry, param in zip(flat_group.layout.entries, flat_group.params, strict=True):
-                param.data = flat[entry.offset : entry.end].view(entry.shape).clone()
+                dtype = flat_group.plan.given_dtype if as_given else flat.dtype
+                param.data = flat[entry.offset : entry.end].view(entry.shape).to(dtype, copy=True)
                 if fresh_gradient(param) is not None:
                     param.grad = None
     for layer in followers(model.module):
