@@ -4588,4 +4588,12 @@ MUTANTS = (
         "        for table, entries in self._tables:",
         ("tests/ranks/test_foreign_values.py", "-k", "given_again"),
     ),
+    Mutant(
+        "untrained-weights-are-read-rounded",
+        "swallowed",
+        "zerorun/checkpoint/load.py",
+        "    return MASTER if wider and stored in reader.places(MASTER) else MODEL",
+        "    return MODEL",
+        ("tests/ranks/test_checkpoint_contents.py", "-k", "digits_of_masters"),
+    ),
 )

@@ -306,6 +306,41 @@ def test_trainable_weights_alone(tmp_path: Path) -> None:
     assert "was trained with other frozen weights" in run_ranks(2, load_trainable, str(tmp_path), True)[1]
 
 
+def save_rounded(folder: str) -> dict[str, torch.Tensor]:
+    engine = zerorun.initialize(Gpt(), make_config(3, precision="bf16"))
+    train(engine, PLAIN, 2)
+    engine.save_checkpoint(folder)
+    exact = engine.state_dict(exact=True)
+    engine.destroy()
+    return exact
+
+
+def load_untrained(folder: str, stage: int, frozen: bool, precision: str) -> dict[str, torch.Tensor]:
+    """The weights of an engine that trains nothing of them, or with ``frozen`` only the first one."""
+    module, config = Gpt(), make_config(stage, precision=precision)
+    if frozen:
+        for param in list(module.parameters())[1:]:
+            param.requires_grad_(False)
+    else:
+        del config["optimizer"]
+    engine = zerorun.initialize(module, config)
+    engine.load_checkpoint(folder, load_module_only=True)
+    found = engine.state_dict()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_weights_that_are_not_trained_have_the_digits_of_masters(stage: int, frozen: bool, tmp_path: Path) -> None:
+    """If they are kept in fp32; in bf16 they are as they were."""
+    exact = run_ranks(2, save_rounded, str(tmp_path))[0]
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in exact.values())
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for found in run_ranks(2, load_untrained, str(tmp_path), stage, frozen, precision):
+            assert all(torch.equal(value.to(dtype), exact[name].to(dtype)) for name, value in found.items())
+
+
 # -- disks of their own ------------------------------------------------------------------------------------------
 
 

@@ -249,13 +249,14 @@ class ModelLoader:
                     self._conversions.append(partial(flat_group.keep_exact, out, run.offset))
                 yield Read(source, stored, run.start, out, shard)
         if not flat_group.trainable or flat_group.dtype == torch.float64:
+            source = _set_for(self.reader, stored, flat_group.dtype)
             if flat_group.plan.resident:
-                yield Read(MODEL, stored, 0, home.part_of_full(flat_group.full), shard)
+                yield Read(source, stored, 0, home.part_of_full(flat_group.full), shard)
                 return
             piece = flat_group.plan.shard_piece(home.entry)
             if piece is not None:
                 part = flat_group.shard[piece.shard_start : piece.shard_start + piece.numel]
-                yield Read(MODEL, stored, piece.start, part, shard)
+                yield Read(source, stored, piece.start, part, shard)
 
     def load_residuals(self, ranks: Ranks, topology: Topology) -> list[str]:
         """Go on with what coding had left out of gradients, if these are the ranks that sent them. Collective.
@@ -564,6 +565,13 @@ class ModelLoader:
             what, remedy = "has, of the optimizer,", "use the settings it was saved with, or pass load_optimizer=False."
             raise _misfit(self.reader, what, [f"{kind} of {name!r}" for kind in sorted(stored)], remedy)
         return found
+
+
+def _set_for(reader: Reader, stored: str, dtype: torch.dtype) -> str:
+    """The set with the digits of a weight in ``dtype``: that of the masters, if it is wider than the stored weights."""
+    there = dtype_of(reader.tensor(MODEL, stored).dtype)
+    wider = dtype.is_floating_point and there.is_floating_point and dtype.itemsize > there.itemsize
+    return MASTER if wider and stored in reader.places(MASTER) else MODEL
 
 
 def _range_reads(reader: Reader, kind: str, name: str, flat: torch.Tensor, ranges: Sequence[StateRange]) -> Iterable[Read]:
