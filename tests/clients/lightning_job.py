@@ -168,6 +168,10 @@ def evaluated(trainer: Callable[..., Trainer], model: Model, data: Any, folder: 
     """What a module and those that load what was saved of it give outside of fit(), and what fit() does after that."""
     held_back = DataLoader(Sentences(8), batch_size=2)
     found: dict[str, Any] = {"validation": trainer(1).validate(model, held_back, verbose=False)[0]["validation"]}
+    saving = {"checkpoint": {"dir": f"{folder}/saved", "auto_resume": True, "every_steps": 3}}
+    used = Model("evaluation")
+    trainer(1, also=saving).fit(used, data)  # four steps, and the checkpoint is that of the third
+    found["with auto_resume"] = trainer(1, also=saving).validate(used, held_back, verbose=False)[0]["validation"]
     for name in ("last", "weights"):
         used = Model("evaluation")
         tested = trainer(1).test(used, held_back, f"{folder}/{name}.ckpt", verbose=False)
@@ -203,8 +207,8 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
         zero["offload_optimizer"] = {"device": "cpu"}
     found: dict[str, Any] = {}
 
-    def trainer(epochs: int, **given: Any) -> Trainer:
-        strategy = DDPStrategy() if stage is None else ZerorunStrategy({"zero_optimization": zero})
+    def trainer(epochs: int, *, also: Any = None, **given: Any) -> Trainer:
+        strategy = DDPStrategy() if stage is None else ZerorunStrategy({"zero_optimization": zero, **(also or {})})
         saves = ModelCheckpoint(folder, save_last=True, save_weights_only=cell == "weights only")
         evaluates = cell == "evaluation"
         keeps = evaluates or cell in ("checkpoint", "weights only")

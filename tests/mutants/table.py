@@ -4493,6 +4493,14 @@ MUTANTS = (
         ("tests/clients/test_mode.py", "-k", "lightning_evaluates"),
     ),
     Mutant(
+        "evaluation-resumes-by-itself",
+        "stale",
+        "zerorun/integrations/lightning.py",
+        '_OF_TRAINING = ("optimizer", "scheduler", "checkpoint")  # sections that an engine for evaluation does not have',
+        '_OF_TRAINING = ("optimizer", "scheduler")',
+        ("tests/clients/test_mode.py", "-k", "lightning_evaluates"),
+    ),
+    Mutant(
         "evaluation-ignores-the-precision",
         "swallowed",
         "zerorun/integrations/lightning.py",

@@ -40,6 +40,7 @@ _BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "
 _AVERAGING = tuple(
     getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
 )
+_OF_TRAINING = ("optimizer", "scheduler", "checkpoint")  # sections that an engine for evaluation does not have
 TAG = "checkpoint"  # of a checkpoint of zerorun in the directory that Lightning names
 _PRECISIONS: dict[str, dict[str, Any]] = {
     "32-true": {},
@@ -152,9 +153,10 @@ def _tensors(module: LightningModule) -> Iterator[tuple[str, Tensor]]:
 def _for_evaluation(config: dict[str, Any], *, autocast: bool) -> dict[str, Any]:
     """``config`` for an engine without an optimizer. ``autocast``: weights that train in 16 bits stay fp32, as in DDP.
 
-    There are no fp32 masters, so what an engine in 16 bits rounds would be lost to the module.
+    There are no fp32 masters, so what an engine in 16 bits rounds would be lost to the module. Nor does it save or resume
+    by itself: the weights are those of the module, or of the checkpoint that the Trainer is given.
     """
-    config = {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
+    config = {key: value for key, value in config.items() if key not in _OF_TRAINING}
     rounds = next((key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")), None)
     if rounds is None or not autocast:
         return config
