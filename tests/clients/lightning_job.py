@@ -138,6 +138,9 @@ def refused_callbacks() -> dict[str, str]:
         for callback in made:
             config = {"zero_optimization": {"stage": stage}}
             found[f"{type(callback).__name__}, {stage}"] = fitted(config, WithBackbone("plain"), callbacks=[callback])
+    averages = {"callbacks": [EMAWeightAveraging()]}
+    found["by another name"] = fitted({"zero_optimization": {"stage": "FULL_SHARD"}}, WithBackbone("plain"), **averages)
+    found["nulls"] = fitted({"zero_optimization": None, "bf16": None}, precision="bf16-mixed")
     return found
 
 
@@ -176,9 +179,9 @@ def evaluated(trainer: Callable[..., Trainer], model: Model, data: Any, folder: 
         used = Model("evaluation")
         tested = trainer(1).test(used, held_back, f"{folder}/{name}.ckpt", verbose=False)
         found[f"test of {name}"] = tested[0]["validation"]
-    for precision in ("bf16-mixed", "bf16-true"):
+    for precision, also in (("bf16-mixed", {"bfloat16": {"enabled": True}}), ("bf16-true", {"bf16": None})):
         used = Model("evaluation")
-        logits = trainer(1, precision=precision).predict(used, held_back)
+        logits = trainer(1, also=also, precision=precision).predict(used, held_back)
         assert logits is not None
         found[precision] = [str(logits[0].dtype), str(next(used.parameters()).dtype)]
     for precision in ("bf16-mixed", "bf16-true"):

@@ -96,6 +96,8 @@ def test_lightnings_callbacks_that_an_engine_cannot_have_are_refused(found: dict
     pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[clients]'")
     averages = ("StochasticWeightAveraging", "EMAWeightAveraging")
     said = found["callbacks"]
+    assert "callbacks = 'EMAWeightAveraging'" in said["by another name"]
+    assert said["nulls"] == "torch.bfloat16 clips to 0.0"
     for callback in ("BackboneFinetuning, 1", "BackboneFinetuning, 3", *(f"{name}, 3" for name in averages)):
         assert said[callback].startswith("ConfigError"), said[callback]
         assert f"callbacks = {callback.partition(',')[0]!r}" in said[callback] and "Remedy" in said[callback]

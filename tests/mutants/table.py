@@ -4493,6 +4493,14 @@ MUTANTS = (
         ("tests/clients/test_mode.py", "-k", "lightning_evaluates"),
     ),
     Mutant(
+        "lightning-reads-one-spelling",
+        "swallowed",
+        "zerorun/integrations/lightning.py",
+        "    return found, name",
+        "    return given, name",
+        ("tests/clients/test_mode.py", "-k", "lightning"),
+    ),
+    Mutant(
         "evaluation-resumes-by-itself",
         "stale",
         "zerorun/integrations/lightning.py",
@@ -4528,7 +4536,7 @@ MUTANTS = (
         "averages-of-parts-are-tried",
         "swallowed",
         "zerorun/integrations/lightning.py",
-        "        elif divides and isinstance(callback, _AVERAGING):",
+        "        elif stage == 3 and isinstance(callback, _AVERAGING):",
         "        elif False:",
         ("tests/clients/test_mode.py", "-k", "lightnings_callbacks"),
     ),

@@ -26,7 +26,7 @@ from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from ..config.parse import data_parallel_degree, load_config
+from ..config.parse import Config, data_parallel_degree, load_config
 from ..config.reader import AUTO
 from ..config.source import read_source
 from ..engine.engine import Engine
@@ -94,6 +94,20 @@ class EnginePrecision(Precision):
             )
 
 
+def _spelled_alike(source: Any) -> tuple[dict[str, Any], str]:
+    """The configuration with each key at the top level in one spelling and without nulls, which say nothing; and its name.
+
+    Two spellings that say different things both stay, for the reader to refuse. Raises ConfigError if it cannot be read.
+    """
+    given, name = read_source(source)
+    spellings, found = Config.spellings(), dict[str, Any]()
+    for key, value in given.items():
+        usual = spellings.get(key, key)
+        if (value is not None or key not in spellings) and (key == usual or value != given.get(usual)):
+            found[usual if given.get(usual) is None else key] = value
+    return found, name
+
+
 def _clipping_problems(trainer: Trainer) -> list[ConfigProblem]:
     algorithm = trainer.gradient_clip_algorithm
     if algorithm is None or _value(algorithm) == "norm" or not trainer.gradient_clip_val:
@@ -103,24 +117,23 @@ def _clipping_problems(trainer: Trainer) -> list[ConfigProblem]:
     return [ConfigProblem("gradient_clip_algorithm", _value(algorithm), reason, remedy)]
 
 
-def _callback_problems(trainer: Trainer, config: dict[str, Any]) -> list[ConfigProblem]:
+def _callback_problems(trainer: Trainer, stage: int) -> list[ConfigProblem]:
     """The callbacks that handle what an engine has otherwise, and would end in an error that does not say so."""
     found = list[ConfigProblem]()
-    divides = config.get("zero_optimization", {}).get("stage") == 3
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
         if isinstance(callback, BaseFinetuning):
             reason = "it looks for the optimizer's tensors in the module, where an engine has parts of buffers of its own."
             remedy = "Leave it out: freeze layers before fit(), and for each further phase call fit() with a new Trainer."
             found.append(ConfigProblem("callbacks", name, reason, remedy))
-        elif divides and isinstance(callback, _AVERAGING):
+        elif stage == 3 and isinstance(callback, _AVERAGING):
             reason = "it averages whole weights, and at stage 3 ranks have parts of them."
             remedy = "Use stage 2 or lower, or leave it out."
             found.append(ConfigProblem("callbacks", name, reason, remedy))
     return found
 
 
-def _batch_problems(given: dict[str, Any], config: dict[str, Any], trainer: Trainer) -> list[ConfigProblem]:
+def _batch_problems(given: dict[str, Any], config: Config, trainer: Trainer) -> list[ConfigProblem]:
     """What the batch sizes that were ``given`` say otherwise than the Trainer, from whom ``config`` has them."""
     steps, problems = trainer.accumulate_grad_batches, list[ConfigProblem]()
     wanted = f"the Trainer has accumulate_grad_batches={steps}, which counts."
@@ -128,7 +141,7 @@ def _batch_problems(given: dict[str, Any], config: dict[str, Any], trainer: Trai
         remedy = f"Leave the key out, or pass accumulate_grad_batches={given[_STEPS]} to the Trainer."
         problems.append(ConfigProblem(_STEPS, given[_STEPS], wanted, remedy))
     elif isinstance(given.get(_BATCH), int):
-        ranks = data_parallel_degree(load_config(config, optimizer_given=True, scheduler_given=True), trainer.world_size)
+        ranks = data_parallel_degree(config, trainer.world_size)
         micro = given.get(_MICRO) if isinstance(given.get(_MICRO), int) else None
         if given[_BATCH] % (steps * ranks * (micro or 1)) or (micro and given[_BATCH] != steps * ranks * micro):
             sizes = f"{ranks} data-parallel ranks" + (f" of {micro} samples" if micro else "")
@@ -157,7 +170,8 @@ def _for_evaluation(config: dict[str, Any], *, autocast: bool) -> dict[str, Any]
     by itself: the weights are those of the module, or of the checkpoint that the Trainer is given.
     """
     config = {key: value for key, value in config.items() if key not in _OF_TRAINING}
-    rounds = next((key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")), None)
+    read = load_config(config, optimizer_given=True, scheduler_given=True)
+    rounds = "bf16" if read.bf16.enabled else "fp16" if read.fp16.enabled else None
     if rounds is None or not autocast:
         return config
     dtypes = {key: value for key, value in config.get("data_types", {}).items() if key == "buffer_dtype"}
@@ -247,7 +261,7 @@ class ZerorunStrategy(DDPStrategy):
 
     def _configuration(self, trainer: Trainer, *, fits: bool) -> dict[str, Any]:
         """The given one, with what the Trainer knows. If it fits, raises ConfigError where they disagree."""
-        given, name = read_source(self._given)
+        given, name = _spelled_alike(self._given)
         config = {key: value for key, value in given.items() if key not in (_BATCH, _STEPS)}
         config[_STEPS] = trainer.accumulate_grad_batches
         if config.get(_MICRO) in (None, AUTO):
@@ -255,14 +269,18 @@ class ZerorunStrategy(DDPStrategy):
         if config.get("gradient_clipping", AUTO) == AUTO or trainer.gradient_clip_val is not None:
             config["gradient_clipping"] = float(trainer.gradient_clip_val or 0.0)
         for key in ("fp16", "bf16"):
-            if isinstance(config.get(key), dict) and config[key].get("enabled") == AUTO:
+            if config.get(key) == AUTO:
+                config[key] = {"enabled": False}
+            elif isinstance(config.get(key), dict) and config[key].get("enabled") == AUTO:
                 config[key] = {**config[key], "enabled": False}
         for key, section in _PRECISIONS[str(self.precision_plugin.precision)].items():
-            config[key] = {**config.get(key, {}), **section}
+            if isinstance(config.get(key, {}), dict):  # anything else the reader refuses by name
+                config[key] = {**config.get(key, {}), **section}
         problems = list[ConfigProblem]()
         if fits:
-            problems += _clipping_problems(trainer) + _callback_problems(trainer, config)
-            problems += _batch_problems(given, config, trainer)
+            read = load_config(config, optimizer_given=True, scheduler_given=True)
+            problems += _clipping_problems(trainer) + _callback_problems(trainer, read.zero_optimization.stage)
+            problems += _batch_problems(given, read, trainer)
         if problems:
             raise ConfigError(problems, name)
         return config
