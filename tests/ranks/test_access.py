@@ -326,23 +326,32 @@ def test_a_block_that_ends_in_an_error_leaves_no_trace(kind: Any, stage: int, pr
         assert all(torch.equal(expected[name], value) for name, value in weights.items())
 
 
-def step_after_an_edit(stage: int, folder: str) -> list[str]:
-    """What is said of an edit in a block for reading, and then of a step; that of a step after a load is ""."""
+def step_after_an_edit(stage: int, load: str, folder: str) -> list[str]:
+    """What is said of an edit in a block for reading, and then of a step; "" if nothing, as of a step after ``load``."""
     torch.manual_seed(0)
     engine = zerorun.initialize(Gpt(), make_config(stage), topology=shared_topology())
     engine.save_checkpoint(folder)
-    told = []
+    whole, weight, told = engine.state_dict(), engine.module.head.weight, []
 
     def edit() -> None:
-        weight = engine.module.head.weight
         with torch.no_grad(), GatheredParameters([weight]):
             weight.add_(5.0)
+
+    def overwrite() -> None:
+        with torch.no_grad(), GatheredParameters([weight], modifier_rank=0):
+            weight.copy_(whole["head.weight"])
+
+    loads = {
+        "load_checkpoint": partial(engine.load_checkpoint, folder),
+        "load_state_dict": lambda: engine.module.head.load_state_dict({"weight": whole["head.weight"]}),
+        "modifier_rank": overwrite,
+    }
 
     def step() -> None:
         engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), 0))))
         engine.step()
 
-    for act in (edit, step, partial(engine.load_checkpoint, folder), step):
+    for act in (edit, step, loads[load], step):
         try:
             act()
         except ZerorunError as error:
@@ -353,12 +362,14 @@ def step_after_an_edit(stage: int, folder: str) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_an_edit_in_a_block_for_reading_is_an_error_until_weights_are_loaded(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "how"), [(0, "load_state_dict"), (1, "modifier_rank"), (2, "load_state_dict"), (3, "load_checkpoint")]
+)
+def test_an_edit_in_a_block_for_reading_is_an_error_until_weights_are_loaded(stage: int, how: str, tmp_path: Path) -> None:
     """Nobody has a copy of what it was, and other ranks may not have made the same one."""
-    for edit, step, load, again in run_ranks(2, step_after_an_edit, stage, str(tmp_path)):
+    for edit, step, load, again in run_ranks(2, step_after_an_edit, stage, how, str(tmp_path)):
         assert "modifier_rank=0" in edit
-        assert "'head.weight'" in step and "without modifier_rank" in step and "load a checkpoint" in step
+        assert "'head.weight'" in step and "without modifier_rank" in step and "load_state_dict()" in step
         assert (load, again) == ("", "")
 
 

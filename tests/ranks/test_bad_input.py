@@ -487,7 +487,14 @@ def train_beside_what_is_new(stage: int, adds: bool) -> dict[str, torch.Tensor]:
             Gpt()
             model.added.append(nn.Linear(2, 2))  # which no forward runs
             model.register_parameter(f"frozen{step}", nn.Parameter(torch.ones(2), requires_grad=False))
+            model.extra = nn.Parameter(torch.ones(2))
+            model.extra.grad = torch.ones(2)
         engine.backward(engine(ids()).mean())
+        if adds:
+            kind, text = attempt(engine.step)
+            assert (kind, "'extra'" in text) == ("StepError", True)
+            del model.extra  # as adapters are deleted: no hook tells
+            engine.backward(engine(ids()).mean())
         engine.step()
     weights = {name: value for name, value in engine.state_dict().items() if name.startswith("blocks")}
     engine.destroy()

@@ -198,6 +198,7 @@ def store_owned(flat_group: FlatGroup, entry: int, owned: torch.Tensor, value: t
 def _store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor, *, exactly: bool) -> None:
     """Let the weight at ``home`` be ``value``. ``exactly``: and the master, too; otherwise only where weights change."""
     flat_group = home.flat_group
+    model.half_loaded.overwrite(home.name)
     model.bring_back()
     model.comm.fence()
     if isinstance(flat_group, TrainedGroup) and flat_group.has_more_than_weights:
@@ -261,8 +262,8 @@ class GatheredParameters:
 
     After any of these errors, and after one that was raised in the block, the values are those of before: for that, blocks
     with ``modifier_rank`` copy each value once. Without it, what was changed in place of a parameter that this rank keeps
-    whole stays so, and the next step or save raises CheckpointError until weights are loaded. An error in the block is to
-    be raised on all ranks, or to end the program: ranks that go on wait at the end of the block for the others.
+    whole stays so, and until it gets a value the next step or save raises ReleasedParameterError. An error in the block is
+    to be raised on all ranks, or to end the program: ranks that go on wait at the end of the block for the others.
     """
 
     def __init__(
@@ -359,8 +360,7 @@ class GatheredParameters:
 
     def _spoil(self, shown: Shown) -> None:
         """An edit stays that other ranks may not have made."""
-        source = f"values into {shown.home.name!r} in a block of GatheredParameters without modifier_rank"
-        shown.model.half_loaded.begin(source, "weights")
+        shown.model.half_loaded.edit(shown.home.name)
 
     def _keeps(self, model: ShardedModel, home: ParameterHome, param: nn.Parameter, now: torch.Tensor) -> bool:
         """Whether the values ``now``, which were changed in the block, are kept."""

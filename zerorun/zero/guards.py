@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ class AddedParameters:
         self._module = module
         self._known = {id(param) for param in module.parameters()}
         self._may_be_more = False
-        self._added: list[tuple[str, nn.Parameter]] = []
+        self._added: list[tuple[str, ref[nn.Parameter]]] = []
 
     def watched(self) -> Iterator[RemovableHandle]:
         """Hooks, to be removed in the end; they do not keep the module alive."""
@@ -58,18 +58,29 @@ class AddedParameters:
         self._may_be_more = True
 
     def refuse_trained(self) -> None:
-        """Raise StepError if one of them has a gradient, which nobody will ever use."""
+        """Raise StepError if one of them has a gradient: this step does not use it."""
         if self._may_be_more:
-            self._may_be_more = False
-            self._added = [(n, p) for n, p in self._module.named_parameters() if id(p) not in self._known]
-        trained = [repr(name) for name, param in self._added if param.requires_grad and param.grad is not None]
+            self._look()
+        if self._trained():
+            self._look()  # nobody tells what has been taken out of the module since
+        trained = self._trained()
         if trained:
             raise StepError(
                 f"the model has changed since initialize(): there is a gradient of {listed(trained, 1)}, which is new. "
                 "What is new is neither trained nor saved. Weights are those before this step. Remedy: make a new engine "
                 "after changing parameters, as by adding an adapter; or add all adapters before initialize(), and let "
-                "their parameters require a gradient there."
+                "their parameters require a gradient there. If the script trains it with an optimizer of its own, let that "
+                "step, and call its zero_grad(), before engine.step()."
             )
+
+    def _look(self) -> None:
+        self._may_be_more = False
+        named = self._module.named_parameters()
+        self._added = [(name, ref(param)) for name, param in named if id(param) not in self._known]
+
+    def _trained(self) -> list[str]:
+        found = ((name, param()) for name, param in self._added)
+        return [repr(n) for n, p in found if p is not None and p.requires_grad and p.grad is not None]
 
 
 class ScriptGuard:

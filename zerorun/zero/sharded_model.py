@@ -15,7 +15,8 @@ from torch import nn
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
-from ..errors import CheckpointError, ModelError
+from ..errors import CheckpointError, ModelError, ReleasedParameterError
+from ..log import listed
 from ..plan.weights import named_members
 from .away import GRADIENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup
@@ -99,25 +100,41 @@ class ParameterHome:
 
 
 class HalfLoaded:
-    """What loads have begun to change and not finished: the model is neither as it was nor as saved. On all ranks alike."""
+    """What loads have begun to change and not finished: the model is neither as it was nor as saved. On all ranks alike.
+
+    And what a script has changed where ranks may differ since.
+    """
 
     def __init__(self) -> None:
         self._begun: dict[str, str] = {}  # what, such as "weights" -> where it was being loaded from
+        self._edited: set[str] = set()  # names of parameters
 
     @contextmanager
     def loading(self, source: object, *what: str) -> Iterator[None]:
         """The block changes ``what`` to what ``source`` has. If it fails, that is half loaded until another load of it."""
-        self.begin(source, *what)
+        self._begun.update(dict.fromkeys(what, str(source)))
         yield
         for name in what:
             del self._begun[name]
+        if "weights" in what:
+            self._edited.clear()
 
-    def begin(self, source: object, *what: str) -> None:
-        """From now on ``what`` is half loaded from ``source``, until another load of it."""
-        self._begun.update(dict.fromkeys(what, str(source)))
+    def edit(self, name: str) -> None:
+        """A script has changed the parameter ``name`` on this rank, and maybe not on others."""
+        self._edited.add(name)
+
+    def overwrite(self, name: str) -> None:
+        """The parameter ``name`` gets another value on all ranks."""
+        self._edited.discard(name)
 
     def refuse(self) -> None:
-        """Raise CheckpointError if anything is half loaded."""
+        """Raise CheckpointError if anything is half loaded, and ReleasedParameterError if ranks may differ by an edit."""
+        if self._edited:
+            raise ReleasedParameterError(
+                f"{listed(sorted(map(repr, self._edited)))} of this rank: changed inside GatheredParameters(...) without "
+                "modifier_rank, so that ranks may have different weights. Remedy: give all ranks the same values, by "
+                "load_checkpoint(), by load_state_dict(), or in a block with modifier_rank=0."
+            )
         if self._begun:
             what, source = " and ".join(self._begun), next(iter(self._begun.values()))
             raise CheckpointError(

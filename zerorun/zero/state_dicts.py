@@ -127,9 +127,12 @@ class Adoption(ModuleHook):
                     "before initialize()."
                 )
 
-    def begin(self, module: nn.Module) -> None:
-        """``module`` is going to load its own parameters."""
+    def begin(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
+        """``module`` is going to load its own parameters, those that ``state`` has."""
         self._model.make_ready()
+        for name, param in module.named_parameters(recurse=False):
+            if prefix + name in state and id(param) in self._model.homes:
+                self._model.half_loaded.overwrite(self._model.homes[id(param)].name)
         for tensor, _, flat_group in self._own(module):
             if flat_group.plan.master_is_weight:
                 self._before[id(tensor)] = tensor.detach().clone()
@@ -160,4 +163,4 @@ class AdoptionBegins(ModuleHook):
     def __call__(self, module: nn.Module, state: Mapping[str, Any], prefix: str, *unused: Any) -> None:
         """Raises ReleasedParameterError."""
         self._adoption.refuse_placeholders(module, state, prefix)
-        self._adoption.begin(module)
+        self._adoption.begin(module, state, prefix)
