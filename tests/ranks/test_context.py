@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from training import make_config, merged
 
 import zerorun
 from zerorun.context import attention
-from zerorun.errors import ZerorunError
+from zerorun.context.shard_loss import InModel
+from zerorun.errors import ModelError
 from zerorun.zero import safe_get_full_grad
 
 STEPS = 2
@@ -254,19 +256,14 @@ def test_an_engine_that_is_destroyed_again_changes_nothing(which: str) -> None:
     compare(run_ranks(AGAIN[which].world, destroyed_again, AGAIN[which]), reference(AGAIN[which]))
 
 
-def given_a_loss_function() -> str:
-    training = Training("gpt2", pipe=2)
-    engine = zerorun.initialize(build(training.model).train(), training.config)
-    engine.module.whole_model.loss_function = nn.functional.cross_entropy
-    with pytest.raises(ZerorunError) as error:
-        engine.train_batch(iter([batch_of("plain", 0, 0, 0)]))
-    engine.destroy()
-    return str(error.value)
-
-
 def test_pipeline_stages_refuse_another_loss_function_since() -> None:
-    for text in run_ranks(4, given_a_loss_function):
-        assert "sequence_parallel_size" in text and "leave loss_function as it was" in text
+    """The last stage alone raises: the launcher ends the others."""
+    model = build(Training("gpt2").model)
+    division: Any = SimpleNamespace(in_stages=True, way=SimpleNamespace(divides=lambda module: True))
+    loss: Any = SimpleNamespace(is_asked=False)
+    forward, ids = InModel(model, division, loss), torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ModelError, match=r"sequence_parallel_size.* leave loss_function as it was"):
+        forward(input_ids=ids, labels=ids)
 
 
 def by_the_mask_of_a_gpu(training: Training) -> dict[str, Any]:
