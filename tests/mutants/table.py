@@ -4611,6 +4611,8 @@ MUTANTS = (
         "    return MASTER if wider and stored in reader.places(MASTER) else MODEL",
         "    return MODEL",
         ("tests/ranks/test_checkpoint_contents.py", "-k", "digits_of_masters"),
+    ),
+    Mutant(
         "what-was-taken-out-still-counts",
         "stale",
         "zerorun/zero/guards.py",
