@@ -481,7 +481,7 @@ def train_beside_what_is_new(stage: int, adds: bool) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model = Gpt()
     model.added = nn.ModuleList()
-    engine = make(make_config(stage), model)
+    engine, kept = make(make_config(stage), model), []
     for step in range(3):
         if adds:
             Gpt()
@@ -493,6 +493,7 @@ def train_beside_what_is_new(stage: int, adds: bool) -> dict[str, torch.Tensor]:
         if adds:
             kind, text = attempt(engine.step)
             assert (kind, "'extra'" in text) == ("StepError", True)
+            kept.append(model.extra)  # by somebody else, with its gradient
             del model.extra  # as adapters are deleted: no hook tells
             engine.backward(engine(ids()).mean())
         engine.step()
