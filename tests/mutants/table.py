@@ -4628,4 +4628,20 @@ MUTANTS = (
         "        pass",
         ("tests/ranks/test_access.py", "-k", "block_for_reading"),
     ),
+    Mutant(
+        "ranks-tell-whole-parameters-apart-differently",
+        "rank",
+        "zerorun/startup/divided_layers.py",
+        '        return Replication(("tensor",) if id(param) in partial else (), first, copied=True)',
+        '        return Replication(("tensor",) if id(param) in partial else (), first)',
+        ("tests/ranks/test_parallel_access.py", "-k", "same_order"),
+    ),
+    Mutant(
+        "parts-decide-what-is-coded",
+        "rank",
+        "zerorun/plan/make.py",
+        "        numel = _whole_numel(param, self.tensor_shards)",
+        "        numel = param.numel()",
+        ("tests/unit/test_parallel_plans.py", "-k", "same_flat_groups"),
+    ),
 )

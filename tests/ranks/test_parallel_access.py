@@ -64,6 +64,35 @@ def test_one_rank_changes_parameters_of_a_divided_model(stage: int, modifier: in
         torch.testing.assert_close(weights, dict(model.state_dict()), rtol=0, atol=0)
 
 
+def partly_frozen(model: str, seed: int) -> nn.Module:
+    module, chosen = build(model), torch.Generator().manual_seed(seed)
+    for param in module.parameters():
+        param.requires_grad_(bool(torch.rand((), generator=chosen) < 0.5))
+    return module
+
+
+def look_at_partly_frozen(model: str, stage: int) -> None:
+    for seed in range(6):
+        expected = {name: param.detach().clone() for name, param in build(model).named_parameters()}
+        module = partly_frozen(model, seed)
+        config = merged(make_config(stage), {"tensor_parallel": {"size": 2, "vocab_parallel_loss": seed % 2 == 1}})
+        engine = zerorun.initialize(module, config)
+        with GatheredParameters(list(module.parameters())):
+            torch.testing.assert_close(dict(module.named_parameters()), expected, rtol=0, atol=0)
+        found = engine.state_dict()
+        torch.testing.assert_close({name: found[name] for name in expected}, expected, rtol=0, atol=0)
+        engine.destroy()
+        torch.testing.assert_close(dict(module.named_parameters()), expected, rtol=0, atol=0)
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("model", ("llama", "gpt2"))
+@pytest.mark.parametrize("stage", (0, 3))
+def test_ranks_ask_for_whole_values_in_the_same_order_whatever_is_frozen(model: str, stage: int) -> None:
+    """Only rank 0 counts whole parameters in the norm, and still it must tell them from divided ones as others do."""
+    run_ranks(4, look_at_partly_frozen, model, stage)
+
+
 def change_on_stages() -> list[tuple[str, str]]:
     engine = engine_of(1, 1, 2)
     rank, module = dist.get_rank(), engine.module

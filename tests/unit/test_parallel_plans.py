@@ -6,11 +6,15 @@ from typing import Any
 
 import pytest
 from torch import nn
+from training import make_config, merged
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from zerorun import LayerSpec, PipelineModule, Topology
 from zerorun.config.parse import load_config
 from zerorun.errors import ModelError
+from zerorun.startup.inputs import take_in
 from zerorun.startup.parallelize import plan_layers
+from zerorun.startup.planned_parts import planned_parts
 
 
 class Block(nn.Module):
@@ -66,3 +70,20 @@ def test_sequence_parallelism_that_cannot_be_is_refused_before_anything_is_divid
     config = load_config({"tensor_parallel": {"size": 2, "plan": MLP, "sequence_parallel": True}})
     with pytest.raises(ModelError, match="needs one ModuleList of blocks"):
         plan_layers(model, config, Topology.plan(2, tensor=2))
+
+
+@pytest.mark.parametrize("settings", ({}, {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}))
+def test_tensor_ranks_have_the_same_flat_groups_where_parts_differ_in_size(settings: dict[str, Any]) -> None:
+    """The embedding's parts have 256 and 224 elements: only one of them fills a block of codes."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=15, num_key_value_heads=2, tie_word_embeddings=True, **sizes))
+    for param in list(model.parameters())[1::3]:
+        param.requires_grad_(False)
+    config = {"tensor_parallel": {"size": 2}, "zero_optimization": {"stage": 3, **settings}}
+    wanted, raw = take_in(model, merged(make_config(3), config), None, None, None, 4)
+    groups = []
+    for rank in (0, 1):
+        (part,) = planned_parts(model, wanted, raw, Topology.plan(4, rank=rank, tensor=2))
+        units = part.plan(wanted, "gloo", "cpu").units
+        groups.append([[entry.name for entry in group.layout.entries] for unit in units for group in unit.flat_groups])
+    assert groups[0] == groups[1]

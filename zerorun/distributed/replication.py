@@ -29,12 +29,14 @@ class Replication:
 
     ``sums``: axes beyond the data-parallel ones over which the gradient must still be summed, once per step: each rank
     along them holds the whole parameter and a summand of its gradient. ``counted``: this rank's elements count in the
-    global gradient norm; only one of several ranks that hold the same elements counts them. ``family``: the ranks over
-    which it is summed before.
+    global gradient norm; only one of several ranks that hold the same elements counts them. ``copied``: tensor ranks hold
+    the same elements. It is the same on all of them, so that all have the same flat groups in the same order, also the rank
+    that counts. ``family``: the ranks over which it is summed before.
     """
 
     sums: tuple[str, ...] = ()
     counted: bool = True
+    copied: bool = False
     family: Family = Family.DENSE
 
 

@@ -47,13 +47,15 @@ class CodedWire:
     whole: bool
     casts: Mapping[int, Float8Cast]
 
-    def of(self, spec: UnitSpec, param: nn.Parameter, dtype: torch.dtype, *, trained: bool) -> Coded:
+    def of(self, spec: UnitSpec, param: nn.Parameter, dtype: torch.dtype, *, trained: bool, numel: int) -> Coded:
         """Return what of ``param``, which is in ``spec`` and kept in ``dtype``, is coded: of matrices with a whole block.
+
+        ``numel``: its elements on all tensor ranks together, so that they come to the same.
 
         Gains of norms and biases are few, and a block would have them beside much smaller values.
         """
         wide = dtype.is_floating_point and dtype.itemsize > 1 and not is_packed(param)
-        if self.topology.shard == 1 or not wide or param.dim() < 2 or param.numel() < BLOCK:
+        if self.topology.shard == 1 or not wide or param.dim() < 2 or numel < BLOCK:
             return Coded()
         settings, policy = self.settings, self.policy
         weights = settings.zero_quantized_weights or (settings.zero_quantized_nontrainable_weights and not trained)

@@ -6,7 +6,7 @@ Only shapes are looked at. The model is not changed, and neither process groups 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
@@ -240,6 +240,11 @@ def _fills_pages(group: FlatGroupPlan) -> bool:
     return wide and not group.coded and layout.numel > 0 and layout.even and layout.sizes[0] % PAGED == 0
 
 
+def _whole_numel(param: nn.Parameter, shards: Mapping[int, TensorShard]) -> int:
+    """Return the elements of ``param`` on all tensor ranks together: parts may differ in size, but plans not."""
+    return shards[id(param)].numel if id(param) in shards else param.numel()
+
+
 @dataclass(frozen=True)
 class _Planner:
     """The state of one call of ``make_plan``, whose arguments it holds."""
@@ -355,17 +360,14 @@ class _Planner:
                 self._coded(spec, param),
             )
             kinds[kind].append((name, param))
-        # Experts come last, because other kinds are not the same ones on all tensor ranks.
-        for (_, trained, *_), members in sorted(kinds.items(), key=lambda kind: kind[0][2].family is Family.EXPERT):
+        for (_, trained, *_), members in kinds.items():
             if trained:  # neighbouring parameters of one optimizer group and state format form one piece
                 members.sort(key=lambda member: (self.raw.group_of[id(member[1])], self._format(member[1])))
             yield members
 
     @cached_property
     def tensor_shards(self) -> dict[int, TensorShard]:
-        raw = self.raw
-        wanted = raw.parts is not None or raw.matrix_dtype is not None or raw.seed is not None
-        return shards_of(self.model) if wanted else {}
+        return shards_of(self.model)
 
     def _format(self, param: nn.Parameter) -> StateFormat:
         return self.raw.formats.get(id(param), StateFormat.FP32)
@@ -375,7 +377,9 @@ class _Planner:
 
         In a flat group with others, some ranks would have all of them.
         """
-        apart = bool(self.raw.formats) and self._is_trained(param) and param.numel() >= APART_NUMEL
+        apart = (
+            bool(self.raw.formats) and self._is_trained(param) and _whole_numel(param, self.tensor_shards) >= APART_NUMEL
+        )
         return apart and self._format(param) is StateFormat.FP32
 
     @cached_property
@@ -387,7 +391,8 @@ class _Planner:
     def _coded(self, spec: UnitSpec, param: nn.Parameter) -> Coded:
         if self.replication_of(param).family is not Family.DENSE:
             return Coded()
-        return self.wire.of(spec, param, self._dtype(param), trained=self._is_trained(param))
+        numel = _whole_numel(param, self.tensor_shards)
+        return self.wire.of(spec, param, self._dtype(param), trained=self._is_trained(param), numel=numel)
 
     def _lay_out(self, spec: UnitSpec, members: _Members) -> FlatGroupPlan:
         params = [param for _, param in members]
@@ -398,6 +403,8 @@ class _Planner:
         least = BLOCK if in_blocks else ALIGNMENT
         quanta = [max(least, self._format(param).quantum) for param in params]
         replication = self.replication_of(params[0])
+        told = self.raw.parts is not None or self.raw.matrix_dtype is not None or self.raw.seed is not None
+        shards = self.tensor_shards if told else {}
         if trained and replication.family is Family.EXPERT:
             matrices = [name for name, param in members if self.raw.matrix_dtype is not None and self._is_matrix(param)]
             refuse_optimizer([name for name, _ in members], matrices, self.raw, self.topology)
@@ -418,7 +425,7 @@ class _Planner:
             replication=replication,
             optimizer_groups=tuple(self.raw.group_of[id(param)] for param in laid_out) if trained else (),
             state_formats=tuple(self._format(param) for param in laid_out) if trained else (),
-            tensor_shards=tuple(self.tensor_shards.get(id(param)) for param in laid_out) if self.tensor_shards else (),
+            tensor_shards=tuple(shards.get(id(param)) for param in laid_out) if shards else (),
         )
 
     def _can_map(self, group: FlatGroupPlan) -> bool:

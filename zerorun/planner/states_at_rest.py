@@ -122,15 +122,16 @@ def _ends(shape: ModelShape, placed: Placed, rank: int) -> Iterator[_Unit]:
 def _groups(weights: tuple[Weight, ...], placed: Placed) -> list[tuple[Layout, bool]]:
     """Return the layouts of a unit, and which are those of spread experts.
 
-    The others are of what all replicas have, and of what tensor ranks have summands for.
+    The others are of what tensor ranks divide, of what each of them has, and of what they have summands for.
     """
-    kinds: dict[tuple[bool, bool], list[Weight]] = {}
+    kinds: dict[tuple[bool, bool, bool], list[Weight]] = {}
     for weight in weights:
         spread = weight.expert and placed.expert > 1
         summed = placed.tensor > 1 and (weight.summed == "always" or (weight.summed == "rows" and placed.divides_rows))
-        kinds.setdefault((spread, summed), []).append(weight)
+        copied = placed.tensor > 1 and weight.divided is None and not spread
+        kinds.setdefault((spread, summed, copied), []).append(weight)
     found = []
-    for (spread, _), own in kinds.items():
+    for (spread, *_), own in kinds.items():
         expert, divided = (placed.expert, placed.expert_divided) if spread else (1, placed.divided)
         found.append((_layout(tuple(own), placed.tensor, expert, divided), spread))
     return found

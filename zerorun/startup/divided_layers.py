@@ -128,7 +128,7 @@ def replication_in_layers(model: nn.Module, topology: Topology) -> Callable[[nn.
     def replication_of(param: nn.Parameter) -> Replication:
         if id(param) in shards:
             return ALONE
-        return Replication(("tensor",) if id(param) in partial else (), first)
+        return Replication(("tensor",) if id(param) in partial else (), first, copied=True)
 
     return replication_of
 
