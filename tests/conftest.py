@@ -33,6 +33,15 @@ with contextlib.suppress(AttributeError, OSError):  # where there is no such thi
 _MOST_PROCESSES = 8
 
 
+def _do_not_time_examples() -> None:
+    """Hypothesis fails a test whose inputs took long to make. How long they take, a busy machine decides."""
+    with contextlib.suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+
+        settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("untimed")
+
+
 # -- signals -----------------------------------------------------------------------------------------------------
 
 
@@ -45,6 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    _do_not_time_examples()
 
 
 @pytest.fixture(autouse=True)
