@@ -4573,6 +4573,22 @@ MUTANTS = (
         ("tests/ranks/test_compile.py", "-k", "script_compiles"),
     ),
     Mutant(
+        "what-decorators-return-is-compiled-alike",
+        "swallowed",
+        "zerorun/plan/forwards.py",
+        "    function.__code__ = function.__code__.replace()  # what a decorator returns shares its code with others",
+        "    pass",
+        ("tests/ranks/test_compile.py", "-k", "under_the_same_decorator"),
+    ),
+    Mutant(
+        "a-compiled-step-has-no-graphs",
+        "swallowed",
+        "zerorun/engine/engine.py",
+        "                module = self.module if compiler is None else compiled_by(compiler, self.module)",
+        "                module = self.module",
+        ("tests/ranks/test_compile.py", "-k", "may_compile_a_whole_step"),
+    ),
+    Mutant(
         "sparse-inputs-take-strided-data",
         "swallowed",
         "zerorun/activations/versions.py",

@@ -17,6 +17,9 @@ from torch import nn
 from training import make_config
 
 import zerorun
+from zerorun.pipeline.layer_spec import LayerSpec
+from zerorun.pipeline.module import PipelineModule
+from zerorun.plan.forwards import uncompiled
 
 _compiled: list[Any] = []
 
@@ -147,6 +150,120 @@ def test_what_the_script_compiles_is_compiled_at_stage_3(way: str, policy: str) 
     for losses, expected, graphs in run_ranks(2, train_compiled_by_the_script, config, way, "counting"):
         assert losses == expected
         assert graphs >= 2 or policy == "selective", "one for training and one for evaluation, at least"
+
+
+def a_step(engine: Any, way: str, ids: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """One step of training, and an evaluation, as a script writes them that compiles all of it. Returns both losses."""
+    with engine.no_sync() if way == "two backwards" else nullcontext():
+        loss = token_loss(engine, ids)
+        if way == "plain":
+            loss.backward()
+        elif way == "scaled":
+            engine.scale(loss).backward()
+        else:
+            engine.backward(loss)
+    if way == "two backwards":
+        engine.backward(token_loss(engine, others))
+    engine.step()
+    engine.zero_grad()
+    engine.eval()
+    with torch.no_grad():
+        evaluated = token_loss(engine, others)
+    engine.train()
+    return torch.stack((loss.detach(), evaluated))
+
+
+def train_by_whole_steps(
+    config: dict[str, Any], way: str, compiles: bool
+) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """(losses of training and evaluation, weights, graphs of blocks) of steps that the script compiles, or does not."""
+    torch._dynamo.reset()
+    _compiled.clear()
+    torch.manual_seed(0)
+    engine: Any = zerorun.initialize(Gpt(), config)
+    step = torch.compile(a_step, backend=counting_backend) if compiles else a_step
+    losses = list[float]()
+    for number in range(3):
+        ids, others = (tokens(Place(dist.get_rank(), number), salt=salt) for salt in (0, 1))
+        losses += step(engine, way, ids, others).tolist()
+    weights = torch.compile(lambda: engine.state_dict(), backend=counting_backend)() if compiles else engine.state_dict()
+    weights = {name: value.clone() for name, value in weights.items()}
+    engine.destroy()
+    torch._dynamo.reset()
+    return losses, weights, sum("scaled_dot_product_attention" in graph.code for graph in _compiled)
+
+
+BACKWARDS = ("engine", "plain", "scaled", "two backwards")
+
+
+@pytest.mark.parametrize(
+    ("stage", "way", "precision", "policy"),
+    by_day(
+        product((3, 2, 1, 0), BACKWARDS, ("fp32", "fp16"), ("none", "full", "selective")),
+        *((3, "engine", "fp32", "none"), (3, "plain", "fp32", "full"), (1, "scaled", "fp16", "none")),
+        *((2, "two backwards", "fp32", "selective"), (0, "plain", "fp16", "none")),
+    ),
+)
+def test_a_script_may_compile_a_whole_step(stage: int, way: str, precision: str, policy: str) -> None:
+    config = make_config(stage, clip=1.0, precision=precision, activation_checkpointing={"policy": policy})
+    plain = run_ranks(2, train_by_whole_steps, config, way, False)
+    for (losses, weights, graphs), (expected, others, _) in zip(
+        run_ranks(2, train_by_whole_steps, config, way, True), plain, strict=True
+    ):
+        assert losses == expected
+        assert all(torch.equal(weights[name], others[name]) for name in others)
+        assert graphs >= 2 or policy == "selective", "one for training and one for evaluation, at least"
+
+
+def train_divided_by_whole_steps(divided: str, compiles: bool) -> list[float]:
+    """The losses of steps of a model whose layers, or whose stages, two ranks divide, as compiled by the script or not."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    if divided == "layers":
+        plan = {"0": "colwise", "2": "rowwise"}
+        model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 8))
+        engine: Any = zerorun.initialize(model, make_config(3, tensor_parallel={"size": 2, "plan": plan}))
+    else:
+        layers = [LayerSpec(nn.Linear, 8, 8) for _ in range(3)]
+        module = PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+        engine = zerorun.initialize(module, make_config(1))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if divided == "stages":
+            return engine.train_batch(iter([(x, x)]))  # type: ignore[no-any-return]
+        loss = engine(x).square().mean()
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()  # type: ignore[no-any-return]
+
+    call = torch.compile(step, backend=counting_backend) if compiles else step
+    losses = [float(call(torch.full((2, 8), number + 1.0))) for number in range(3)]
+    engine.destroy()
+    torch._dynamo.reset()
+    return losses
+
+
+@pytest.mark.parametrize("divided", ["layers", "stages"])
+def test_a_script_may_compile_a_whole_step_of_a_divided_model(divided: str) -> None:
+    expected = run_ranks(2, train_divided_by_whole_steps, divided, False)
+    assert run_ranks(2, train_divided_by_whole_steps, divided, True) == expected
+
+
+class Decorated(nn.Linear):
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 1
+
+
+def test_functions_of_scripts_under_the_same_decorator_are_compiled() -> None:
+    uncompiled(torch.no_grad()(lambda: None))
+    torch._dynamo.reset()
+    _compiled.clear()
+    module = Decorated(2, 2)
+    module.register_forward_hook(uncompiled(lambda *_: None))  # a graph ends before it: Python calls the forward
+    torch.compile(module, backend=counting_backend)(torch.ones(2))
+    torch._dynamo.reset()
+    assert _compiled
 
 
 @pytest.mark.nightly  # by day the graphs are counted, and run as they are: each kernel takes a C++ compiler seconds

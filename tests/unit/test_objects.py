@@ -15,7 +15,7 @@ MOST_ATTRIBUTES = {"Engine": 15, "Runtime": 15}
 # What PyTorch's objects have to be told by assignment: parameters and gradients, forwards, and settings of optimizers.
 OF_TORCH = {"data", "grad", "forward", "overflow", "coefficient", "outputs", "state_home", "before_access", "settle"}
 OF_TORCH |= {"param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
-OF_PYTHON = {"last_value"}  # of sys: the error that has ended the program
+OF_PYTHON = {"last_value", "__code__"}  # of sys: the error that has ended the program; of a function that is marked
 # Records of init.py and nvme.py that are filled in as their subjects go along; no other file sees them.
 RECORDS = {"zero/init.py", "zero/offload/nvme.py"}
 

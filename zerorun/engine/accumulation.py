@@ -33,7 +33,7 @@ from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
 from ..log import counted, warn_once
 from ..optim.loss_scaler import LossScaler
-from ..plan.forwards import ReplacedForward
+from ..plan.forwards import ReplacedForward, uncompiled
 from ..zero.flat_group import fresh_gradient
 from ..zero.norm import Told, UnreadLosses
 from ..zero.unit import Unit
@@ -136,6 +136,7 @@ class RunningBackwards:
         finally:
             self._leave(backward)
 
+    @uncompiled
     def enter(self, scale: float) -> None:
         """To be called in a backward that has begun: its loss was multiplied by ``scale``.
 
@@ -169,6 +170,7 @@ running = RunningBackwards()
 class _Entrance:
     """Of a backward whose gradients have passed into an engine. It refers to this until it is over, or has failed."""
 
+    @uncompiled
     def __call__(self) -> None:
         """What is called when the backward is over."""
 
@@ -186,6 +188,7 @@ class Arrivals:
         self._outside = running.scale()
         self.has_gradient = False  # of any trained parameter, in it
 
+    @uncompiled
     def enter(self) -> None:
         """In the backward that is running, gradients pass into the engine: they have its loss scale."""
         if not self._has_entered():

@@ -26,7 +26,7 @@ from ..optim.borders import Border
 from ..optim.containers import cast_floats
 from ..optim.loss_scaler import DTYPES, LossScaler
 from ..optim.lr_schedules import step_reversibly
-from ..plan.forwards import compiled, innermost
+from ..plan.forwards import between_graphs, compiled, compiled_by, compiler, innermost, uncompiled
 from ..watch.board import Phase, board, during
 from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
@@ -84,12 +84,18 @@ class Engine(CurvatureTaking):
 
     # -- forward and backward ------------------------------------------------------------------------------------
 
-    @during(Phase.FORWARD)
+    @between_graphs
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module's forward. In bf16 and fp16, floating-point inputs are cast to the compute dtype.
 
         Raises StepError, on all ranks of a tensor or context group alike, if they are given different data.
         """
+        return self._run(compiler(), inputs, kwargs)
+
+    @uncompiled
+    @during(Phase.FORWARD)
+    def _run(self, compiler: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the forward; ``compiler`` compiles the module, if the script does so around the call."""
         self._compare_data((inputs, kwargs))
         if torch.is_grad_enabled() and not self._calls:
             self.accumulation.look_at_labels(kwargs)
@@ -105,7 +111,8 @@ class Engine(CurvatureTaking):
             inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
         try:
             with self._around_forward():
-                output = self.module(*inputs, **kwargs)
+                module = self.module if compiler is None else compiled_by(compiler, self.module)
+                output = module(*inputs, **kwargs)
         except RuntimeError as error:
             if dtype is not None and re.search("dtype|scalar type", str(error)):
                 _name_buffers(error, self.module, dtype)
@@ -143,6 +150,7 @@ class Engine(CurvatureTaking):
                 f"the same {what}. Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the world."
             )
 
+    @uncompiled
     @during(Phase.BACKWARD)
     def backward(
         self,
@@ -162,7 +170,12 @@ class Engine(CurvatureTaking):
         over as many micro-batches as a step has, or fewer. Raises StepError for anything but a scalar that depends on
         parameters.
         """
-        self._check_loss(loss)
+        if self.sharded_model.optimizer is None:
+            raise StepError(
+                "backward() needs an optimizer, and this engine has none. Remedy: add an 'optimizer' section to the "
+                "configuration or pass optimizer= to zerorun.initialize()."
+            )
+        check_loss(loss)
         if curvature:
             return self._take_curvature(loss, weight, scale_wrt_gas=scale_wrt_gas, retain_graph=retain_graph)
         mode, counts = self.accumulation.take_loss(weight, scale_wrt_gas=scale_wrt_gas)
@@ -182,6 +195,7 @@ class Engine(CurvatureTaking):
         result = loss.detach()
         return result / self.accumulation.batch.accumulation if mode == "mean" else result
 
+    @uncompiled
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return ``loss`` times the loss scale, for ``engine.scale(loss).backward()`` in fp16."""
         check_loss(loss, "scale()")
@@ -193,14 +207,6 @@ class Engine(CurvatureTaking):
 
         scaled.register_hook(entered)
         return scaled
-
-    def _check_loss(self, loss: Any) -> None:
-        if self.sharded_model.optimizer is None:
-            raise StepError(
-                "backward() needs an optimizer, and this engine has none. Remedy: add an 'optimizer' section to the "
-                "configuration or pass optimizer= to zerorun.initialize()."
-            )
-        check_loss(loss)
 
     def _note_loss(self, loss: torch.Tensor, weight: torch.Tensor | float = 1.0) -> None:
         """Remember a NaN or infinite loss for step(), where all ranks learn of it. A device finds out by itself.
@@ -250,6 +256,7 @@ class Engine(CurvatureTaking):
 
     # -- step ----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     @during(Phase.UPDATE)
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch and, at the accumulation boundary, update the weights and the learning rate.

@@ -18,6 +18,7 @@ from ..monitors.observer import RunObserver, StepRecord
 from ..monitors.step_trace import StepTrace
 from ..optim.loss_scaler import LossScaler
 from ..pipeline.schedule.actions import Action
+from ..plan.forwards import uncompiled
 from ..watch.board import board
 from ..zero.norm import Decision, Outcome, Summary
 from ..zero.placeholders import released_parameter
@@ -232,6 +233,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         """The factor by which losses are multiplied, where gradients are in fp16; 1.0 elsewhere."""
         return self.scaler.scale if self.history.scaler.dynamic else self.history.scaler.scale
 
+    @uncompiled
     def zero_grad(self, *, counted: bool = False) -> None:
         """Drop the gradients of backwards that no step() has followed; step() itself drops those that it has used.
 

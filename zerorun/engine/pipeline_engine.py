@@ -27,6 +27,7 @@ from ..pipeline.schedule.schedules import ZERO_BUBBLE, make_schedule
 from ..pipeline.schedule.times import Times
 from ..pipeline.schedule.trace import Trace, write_trace
 from ..pipeline.split_backward import WeightGradients, split_layers
+from ..plan.forwards import uncompiled
 from ..watch.board import Phase, board, during
 from .engine import COMPARED_STEPS, Engine
 
@@ -81,6 +82,7 @@ class PipelineEngine(Engine):
 
     # -- training ------------------------------------------------------------------------------------------------
 
+    @uncompiled
     @during(Phase.PIPELINE)
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train on ``gradient_accumulation_steps`` micro-batches and update the weights. All ranks must call it.
@@ -114,6 +116,7 @@ class PipelineEngine(Engine):
             self._measure()
         return loss
 
+    @uncompiled
     @during(Phase.PIPELINE)
     def eval_batch(
         self,

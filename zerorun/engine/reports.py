@@ -17,6 +17,7 @@ from ..log import in_bytes, info_once
 from ..ops.rounding import MasterFormat
 from ..ops.state_format import StateFormat
 from ..optim.loss_scaler import DTYPES
+from ..plan.forwards import uncompiled
 from ..plan.sharding_plan import ShardingPlan
 from ..watch.board import Phase, during
 from ..watch.launched import local_rank
@@ -73,6 +74,7 @@ class Reports:
         """The dtype of parameters and activations; None if they keep the dtypes of the module."""
         return self.plan.compute_dtype
 
+    @uncompiled
     @during(Phase.WHOLE_WEIGHTS)
     def state_dict(self, *, exact: bool = False) -> dict[str, torch.Tensor]:
         """Return the full weights of all pipeline stages, by the model's names, in CPU memory. All ranks must call it.

@@ -25,6 +25,7 @@ from ..checkpoint.requests import translate
 from ..config.parse import Config
 from ..errors import CheckpointError, StepError
 from ..log import logger, warn_once
+from ..plan.forwards import uncompiled
 from ..watch.board import Phase, board, during
 from ..zero.access import full_state_dict
 from .accumulation import is_in_a_step
@@ -36,6 +37,7 @@ class Saving(Outcomes):
 
     automatic_saves: AutomaticSaves | None
 
+    @uncompiled
     @during(Phase.SAVE)
     def save_checkpoint(
         self,
@@ -76,6 +78,7 @@ class Saving(Outcomes):
             self.automatic_saves.saved()
         return path
 
+    @uncompiled
     @during(Phase.LOAD)
     def load_checkpoint(
         self,
@@ -146,6 +149,7 @@ class Saving(Outcomes):
         """Wait until no save is running in the background. Raises the save's CheckpointError if it failed."""
         self.checkpointer.wait()
 
+    @uncompiled
     @during(Phase.SAVE)
     def export(self, dir: str | Path, dtype: torch.dtype | str | None = None, *, merge_adapter: bool = False) -> Path:
         """Write the full weights as safetensors into the directory ``dir``, with config.json for a Hugging Face model.
@@ -162,6 +166,7 @@ class Saving(Outcomes):
         """The setting ``zero_optimization.stage3_gather_16bit_weights_on_model_save``."""
         return bool(self.config.zero_optimization.gather_16bit_weights_on_model_save)
 
+    @uncompiled
     @during(Phase.WHOLE_WEIGHTS)
     def consolidated_state_dict(
         self, *, exclude_frozen_parameters: bool = False, exact: bool = False

@@ -113,32 +113,29 @@ def between_graphs(function: Function) -> Function:
 
 
 def _left_alone(function: Function, called: Any) -> Function:
+    function.__code__ = function.__code__.replace()  # what a decorator returns shares its code with others
     strategy = _dynamo._FrameExecStrategy(_dynamo._FrameAction.SKIP, called)
     _dynamo.set_code_exec_strategy(function.__code__, strategy)  # where Python calls it
     vars(function)["_torchdynamo_disable"] = True  # where a function that is compiled calls it
     return function
 
 
-@between_graphs
-def compiler() -> Any:
-    """Return what compiles the functions that the caller calls, for ``compiled_by``; None where nobody does."""
-    return _dynamo.get_eval_frame_callback()
+# Returns what compiles the functions that its caller calls, one ``between_graphs``, for ``compiled_by``; None: nobody does.
+compiler: Callable[[], Any] = _dynamo.get_eval_frame_callback
 
 
 def compiled_by(compiler: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function``, as one that ``compiler`` compiles wherever it is called, even in a backward."""
-    if compiler is None:
-        return function
+    return function if compiler is None else functools.partial(_call, compiler, function)
 
-    @uncompiled
-    def call(*args: Any, **kwargs: Any) -> Any:
-        before = _dynamo.set_eval_frame(compiler)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _dynamo.set_eval_frame(before)
 
-    return call
+@uncompiled
+def _call(compiler: Any, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    before = _dynamo.set_eval_frame(compiler)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _dynamo.set_eval_frame(before)
 
 
 def innermost(forward: Any) -> Any:

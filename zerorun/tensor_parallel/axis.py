@@ -13,6 +13,7 @@ from ..distributed.topology import Topology
 from ..distributed.transport.connect import connect_axis
 from ..distributed.transport.statistics import CommunicationStatistics
 from ..distributed.transport.transport import Transport
+from ..plan.forwards import uncompiled
 
 
 class UnderWay(Protocol):
@@ -60,9 +61,11 @@ class TransportAxis:
     def __deepcopy__(self, memo: dict[int, Any]) -> TransportAxis:
         return self  # copies of a module talk to the same ranks
 
+    @uncompiled
     def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
         return self.transport.sum_of(_flat(tensor), label).view(tensor.shape)
 
+    @uncompiled
     def all_gather(self, tensor: torch.Tensor, dim: int, bounds: Sequence[int], label: str) -> torch.Tensor:
         dim %= tensor.dim()
         row = prod(tensor.shape[:dim] + tensor.shape[dim + 1 :])  # this rank's own part may be empty
@@ -75,6 +78,7 @@ class TransportAxis:
         ]
         return torch.cat(parts, dim) if any(size > 1 for size in tensor.shape[:dim]) else _joined(flat, parts, dim)
 
+    @uncompiled
     def reduce_scatter(self, tensor: torch.Tensor, dim: int, bounds: Sequence[int], label: str) -> torch.Tensor:
         dim %= tensor.dim()
         parts = [tensor.narrow(dim, low, high - low) for low, high in pairwise(bounds)]
@@ -85,9 +89,11 @@ class TransportAxis:
         self.transport.reduce_scatter(flat, flat_bounds, out, label, accumulate=False, wire_dtype=flat.dtype).wait()
         return out.view(parts[self.rank].shape)
 
+    @uncompiled
     def all_to_all(self, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], label: str) -> UnderWay:
         return self.transport.all_to_all(sent, received, label, until_given=False)
 
+    @uncompiled
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         self.transport.broadcast(tensor, label)
 

@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..distributed.tensor_shard import TensorShard, even_bounds
 from ..distributed.topology import Topology
 from ..errors import ModelError
+from ..plan.forwards import uncompiled
 from .axis import Axis, make_axis
 from .random import Streams
 
@@ -186,6 +187,7 @@ class Region:
     def __deepcopy__(self, memo: dict[int, Any]) -> Region:
         return self
 
+    @uncompiled
     def enter(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
         """Return ``x`` as the layers inside may use it. The same tensor enters once.
 
@@ -209,6 +211,7 @@ class Region:
         """Forget the tensor that has entered, without a sum over ranks."""
         self._outside = self._inside = None
 
+    @uncompiled
     def end(self, *ignored: Any) -> None:
         """Be outside, whatever was entered and not left. For the beginning and the end of a model's forward."""
         self.sequence_length = None
@@ -228,6 +231,7 @@ class Region:
         assert self._inside is not None
         return self._inside.requires_grad == (x.requires_grad and torch.is_grad_enabled())
 
+    @uncompiled
     def leave(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of their summands ``x``; with sequence parallelism, this rank's part of the sum."""
         self.forget()

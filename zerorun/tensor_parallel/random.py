@@ -21,6 +21,7 @@ import zlib
 import torch
 
 from ..distributed.device import generators
+from ..plan.forwards import uncompiled
 
 _MULTIPLIER, _MODULUS = 6364136223846793005, 2**63 - 1
 
@@ -64,6 +65,7 @@ class Streams:
         """True between ``enter`` and ``leave``."""
         return self._seed is not None and torch.default_generator.initial_seed() == self._seed
 
+    @uncompiled
     def enter(self, device: torch.device) -> None:
         """Draw from this rank's own stream from here on. This has no effect if already inside."""
         if self.inside:
@@ -76,6 +78,7 @@ class Streams:
         for generator in drawn_from:
             generator.manual_seed(self._seed)
 
+    @uncompiled
     def leave(self) -> None:
         """Return to the common stream."""
         if self.inside:

@@ -243,6 +243,7 @@ class InputHooks:
                 if len(self._handles) > _MAX_OUTSTANDING:
                     self._handles.popleft().remove()
 
+    @uncompiled
     def _on_gradient(self, unit: Unit, grad: torch.Tensor) -> None:
         if torch.is_grad_enabled() and grad.requires_grad:
             grad.register_hook(partial(self._need, unit))
@@ -368,6 +369,7 @@ class Runtime:
             if not unit.resident:
                 tensor.grad_fn.metadata[MADE_BY] = unit.index  # type: ignore[union-attr, index]
 
+    @uncompiled
     def _pre_backward(self, unit: Unit, updates: int | None, grad: torch.Tensor) -> None:
         """A backward comes to ``unit``. ``updates``: of the weights until its forward; None if that does not matter."""
         if updates not in (None, self.gathers.updates):
@@ -438,6 +440,7 @@ class Runtime:
         Variable._execution_engine.queue_callback(partial(self._post_backward, self._backward, interrupted))
         return self._backward
 
+    @uncompiled
     @torch.no_grad()
     def _post_backward(self, trace: ExecutionTrace, interrupted: ExecutionTrace | None) -> None:
         held = self._part.held
