@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 from training import make_config
 
 import zerorun
+from zerorun.zero.runtime import refuse_managed
 
 
 class Layers(nn.Module):
@@ -117,6 +120,79 @@ def test_a_model_can_be_given_again_after_its_schedule_failed(stage: int, offloa
     for untroubled, again, [(kind, text)] in run_ranks(2, tried_again, stage, offload, precision, own):
         assert again == untroubled
         assert kind == "ModelError" and "lr_scheduler=failing" in text
+
+
+def no_such_checkpoint(folder: Path) -> dict[str, Any]:
+    """What asks to go on from something that is no checkpoint."""
+    if dist.get_rank() == 0:
+        (folder / "global_step3").mkdir(parents=True, exist_ok=True)
+        (folder / "latest").write_text("global_step3")
+    dist.barrier()
+    return {"checkpoint": {"dir": str(folder), "auto_resume": True, "every_steps": 9}}
+
+
+def no_such_disk(folder: Path) -> dict[str, Any]:
+    """What asks for a file where none can be, when ranks have divided the layers."""
+    device = {"device": "nvme", "nvme_path": "/proc/nowhere"}
+    divided = {"size": dist.get_world_size(), "plan": {"blocks.*": "colwise_gather_output"}}
+    return {"zero_optimization": {"stage": 3, "offload_param": device}, "tensor_parallel": divided}
+
+
+def no_such_compiler(folder: Path) -> dict[str, Any]:
+    return {"compile": {"enabled": True, "backend": "nonsense"}}
+
+
+def start_again(asked: Callable[[Path], dict[str, Any]], stage: int, folder: str) -> list[Any]:
+    """The losses of a model, those of one whose first initialize() failed for what was ``asked``, and what that said."""
+    config = make_config(stage, precision="bf16")
+    del config["optimizer"]
+    model, losses = build(), []
+    plain, weights = copy.deepcopy(model), [param.detach().clone() for param in model.parameters()]
+    optimizer, other = (own_optimizer(trained, (0.01, 0.03)) for trained in (model, plain))
+    try:
+        zerorun.initialize(model, {**config, **asked(Path(folder))}, optimizer=optimizer)
+        said = "nothing"
+    except Exception as error:
+        said = type(error).__name__
+    for param, before in zip(model.parameters(), weights, strict=True):
+        assert param.dtype == torch.float32 and torch.equal(param, before), "they are the module's again"
+    for trained, given in ((plain, other), (model, optimizer)):
+        engine = zerorun.initialize(trained, config, optimizer=given)
+        losses.append([step(engine) for _ in range(3)])
+        engine.destroy()
+    return [*losses, said]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "asked", "stage", "error"),
+    [
+        (2, no_such_checkpoint, 1, "DamagedError"),
+        (2, no_such_checkpoint, 3, "DamagedError"),
+        (2, no_such_disk, 3, "SwapError"),
+        (1, no_such_compiler, 3, "InvalidBackend"),  # an error that is none of zerorun's
+    ],
+)
+def test_a_model_can_be_given_again_after_another_failure(
+    ranks: int, asked: Callable[[Path], dict[str, Any]], stage: int, error: str, tmp_path: Path
+) -> None:
+    for untroubled, again, said in run_ranks(ranks, start_again, asked, stage, str(tmp_path)):
+        assert again == untroubled and said == error
+
+
+def fail_alone() -> tuple[str, str] | None:
+    """What a second initialize() says on the rank on which alone the first has failed, which waits for nobody."""
+    model = build()
+    if dist.get_rank() == 0:
+        with patch.object(zerorun.Engine, "announce", side_effect=KeyError), pytest.raises(KeyError):
+            zerorun.initialize(model, make_config(3))
+        return attempt(lambda: refuse_managed(model))
+    zerorun.initialize(model, make_config(3))
+    return None
+
+
+def test_a_rank_that_fails_alone_waits_for_nobody() -> None:
+    [(kind, text), _] = run_ranks(2, fail_alone)
+    assert kind == "ModelError" and "belongs to an engine already" in text
 
 
 def second_engine_with_a_shared_parameter(stage: int, frozen: bool) -> tuple[Any, ...]:

@@ -17,7 +17,7 @@ from torch import nn
 from training import make_config
 
 import zerorun
-from zerorun.errors import CheckpointError, DamagedError
+from zerorun.errors import CheckpointError, DamagedError, ModelError
 
 
 class Layers(nn.Module):
@@ -120,6 +120,23 @@ def fail_and_destroy(folder: str) -> None:
 
 def test_an_engine_that_is_half_loaded_can_be_given_up(tmp_path: Path) -> None:
     run_ranks(2, fail_and_destroy, str(tmp_path))
+
+
+def fail_to_resume(folder: str) -> None:
+    engine = make(0, make_config(1), Wide)
+    engine.save_checkpoint(folder, "one")
+    engine.destroy()
+    spoil(Path(folder, "one"), "model-*")
+    model, config = Wide(), make_config(1, checkpoint={"dir": folder, "auto_resume": True})
+    with pytest.raises(DamagedError):
+        zerorun.initialize(model, config)
+    with pytest.raises(ModelError, match=r"belongs to an engine already.* build the model anew"):
+        zerorun.initialize(model, make_config(1))
+
+
+def test_a_model_that_is_half_resumed_is_not_given_back(tmp_path: Path) -> None:
+    """It would train on, as if nothing had been."""
+    run_ranks(2, fail_to_resume, str(tmp_path))
 
 
 def refuse_before(folder: str) -> tuple[list[float], list[float]]:

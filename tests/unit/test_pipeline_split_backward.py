@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from zerorun.pipeline.split_backward import WeightGradients, split_layers
+from zerorun.pipeline.split_backward import SplitLayers, WeightGradients
 from zerorun.tensor_parallel.collectives import Region
 from zerorun.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -34,7 +34,7 @@ def test_weights_wait_and_inputs_do_not(dtype: torch.dtype) -> None:
     plain, x = model().to(dtype), torch.randn(3, 2, 4, dtype=dtype, requires_grad=True)
     split, own = copy.deepcopy(plain), x.detach().clone().requires_grad_()
     later = WeightGradients()
-    undo = split_layers(split, later)
+    layers = SplitLayers(split, later)
     for _ in range(2):
         plain(x).square().sum().backward()
         split(own).square().sum().backward()
@@ -50,7 +50,7 @@ def test_weights_wait_and_inputs_do_not(dtype: torch.dtype) -> None:
             assert mine.grad is None
         else:
             torch.testing.assert_close(mine.grad, theirs.grad)
-    undo()
+    layers.remove()
     split.zero_grad()
     split(own).sum().backward()
     assert not later.take()
@@ -59,7 +59,7 @@ def test_weights_wait_and_inputs_do_not(dtype: torch.dtype) -> None:
 
 def test_without_gradients_nothing_is_kept() -> None:
     split, later = model(), WeightGradients()
-    split_layers(split, later)
+    SplitLayers(split, later)
     with torch.no_grad():
         split(torch.ones(1, 4))
     assert not later.take()
@@ -71,7 +71,7 @@ def test_divided_layers_take_part() -> None:
         region = Region(axis)  # type: ignore[arg-type]
         pair = nn.Sequential(ColumnParallelLinear(4, 6, region=region), RowParallelLinear(6, 4, region=region)).eval()
         later = WeightGradients()
-        split_layers(pair, later)
+        SplitLayers(pair, later)
         x = torch.ones(2, 4)
         pair(x).square().sum().backward()
         assert pair[0].weight.grad is None
@@ -111,7 +111,7 @@ def test_hooks_of_weights_get_the_gradients_of_torch(divided: bool) -> None:
             region = Region(axis)  # type: ignore[arg-type]
             make_column_parallel(split[0], region, ((0, 6),))
             make_row_parallel(split[2], region, ((0, 6),))
-        split_layers(split, later)
+        SplitLayers(split, later)
         seen: list[list[torch.Tensor]] = [[], []]
         handles = []
         for calls, net in zip(seen, (plain, split), strict=True):

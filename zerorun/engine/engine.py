@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, ClassVar
@@ -388,31 +388,21 @@ class Engine(CurvatureTaking):
         try:
             self.refuse_failed(to_load=False)  # that has been told, and a new engine is its remedy
         finally:
-            self._undo(exact=exact)
+            self.give_back(exact=exact)
 
-    def _undo(self, *, exact: bool = False) -> None:
+    def give_back(self, *, exact: bool = False, as_given: bool = False) -> None:
+        """Do what ``destroy`` does, whatever became of the last step. ``as_given``: weights get the dtype they came in."""
         self.end_saving()
         self._end_trace()
-        self.sharded_model.finish_reductions()
-        try:
-            restore_module(self.sharded_model, exact=exact)
-            self.sharded_model.parts.undo()
-        finally:  # memory, hooks and files must be released even if an update failed
-            self._let_go()
-        self.sharded_model.close()
-        if self._owns_topology:
-            self.topology.close()
+        topology = self.topology if self._owns_topology else None
+        give_back(self.sharded_model, topology, self._let_go, exact=exact, as_given=as_given)
 
     def _let_go(self) -> None:
         """Remove the hooks and close the links to host memory and disks. Other ranks are not needed for it."""
-        self.runtime.remove_hooks()
         self._border.close()
         if self.sharded is not None:
             self.sharded.settle_by(lambda: None)
-        for link in links_of(self.units):
-            link.close()
-        if self.observer is not None:
-            self.observer.close(self.comm, self.communication_report())
+        let_go(self.sharded_model, self.observer, self.communication_report())
 
     # -- as in DeepSpeed -----------------------------------------------------------------------------------------
 
@@ -432,6 +422,39 @@ class Engine(CurvatureTaking):
                 raise  # of something that the model's own attribute needs
             message = f"neither zerorun's engine nor the model, a {type(module).__name__}, has an attribute {name!r}"
             raise AttributeError(message, name=name, obj=self) from None
+
+
+def give_back(
+    model: ShardedModel,
+    topology: Topology | None,
+    let_go: Callable[[], None],
+    *,
+    exact: bool = False,
+    as_given: bool = False,
+) -> None:
+    """Let the module of ``model`` be an ordinary one with full weights, see ``restore_module``. All ranks must call it.
+
+    ``let_go`` releases what other ranks are not needed for. ``topology``: whose process groups are closed, if there are any
+    that initialize() made.
+    """
+    model.finish_reductions()
+    try:
+        restore_module(model, exact=exact, as_given=as_given)
+        model.parts.undo()
+    finally:  # memory, hooks and files must be released even if an update failed
+        let_go()
+    model.close()
+    if topology is not None:
+        topology.close()
+
+
+def let_go(model: ShardedModel, observer: RunObserver | None, report: dict[str, dict[str, int]]) -> None:
+    """Remove the hooks of ``model``, and close its links to host memory and disks, and what tells of it."""
+    model.runtime.remove_hooks()
+    for link in links_of(model.units):
+        link.close()
+    if observer is not None:
+        observer.close(model.comm, report)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.process_group import init_distributed
 from ..distributed.transport.world import gather_values
 from ..distributed.waits import waiting
-from ..errors import ConfigError, ModelError, OrderError, ZerorunError
+from ..errors import ConfigError, MessageError, ModelError, OrderError, SwapError, ZerorunError
 from ..log import info_once, setup_logging
 from ..memory.fitting import Fitting
 from ..monitors.breakdown import TimedModel
@@ -77,7 +77,6 @@ from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_e
 from ..startup.parallelized_model import ParallelizedModel
 from ..startup.shared_memory import refuse_shared_memory
 from ..watch.board import Phase, board, during, limit_waits
-from ..zero.access import restore_module
 from ..zero.builder import build, map_shards
 from ..zero.disks import open_disk
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
@@ -94,7 +93,10 @@ from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
 from ..zero.unit import Unit, links_of
 from .accumulation import Accumulation, ModuleZeroGrad, zero_grad_beside
 from .compilation import show_compilation
-from .engine import Engine
+from .engine import Engine, give_back, let_go
+
+# What may be raised on one rank while others go on. The other named errors of initialize() are those of all ranks alike.
+_OF_ONE_RANK = (OrderError, MessageError, SwapError)
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -138,7 +140,11 @@ def initialize(
     is returned also unpacks as (engine, optimizer, dataloader, lr_scheduler).
 
     The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError, ModelError,
-    TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken.
+    TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken. Where it fails later, as when
+    ``checkpoint.auto_resume`` or ``lr_scheduler`` does, the module and the optimizer are as they were given, and may be
+    given again: weights have the digits of their masters, and frozen ones and buffers, which have none, are rounded to what
+    such an engine keeps. That takes all ranks: where others may go on without the error, they stay with the engine, as they
+    do where weights are loaded by half.
     """
     setup_logging()
     if topology is None and isinstance(model, Pipelined) and isinstance(model.topology(), Topology):
@@ -201,6 +207,7 @@ def initialize(
         planned_for = partial(planned_for, replication_of=parallelized.replication_of)
         plan = _agree(planned_for)
         _check_memory(Fitting(model, wanted, raw, plan, device, replication_of=parallelized.replication_of), comm)
+        disk = open_disk(plan.disk, wanted, _agree)
         observer = _agree(lambda: RunObserver.make(wanted, topology, device))
     except ZerorunError as error:
         parallelized.undo()
@@ -214,7 +221,6 @@ def initialize(
     _move_buffers(model, device, comm, partial(buffer_dtype, wanted))
     if on_host(device):
         keep_freed()
-    disk = open_disk(plan.disk, wanted, _agree)
     mapping = map_shards(plan, comm)
     if mapping is None:
         plan = planned_for(maps_shards=False)
@@ -231,41 +237,46 @@ def initialize(
     runtime = Runtime(model, plan, made, comm, backwards, coding)
     refuses = not settings.ignore_unused_parameters
     given_optimizer = OptimizerAsGiven(raw.optimizer) if raw.optimizer is not None else None
-    sharded = _shard_optimizer(raw, plan, made.units, comm, parallelized.copies, refuse_unused=refuses)
     kept_as = ShardedModel if comm.statistics.watch is None else TimedModel
-    if sharded is not None:
-        sharded.give_methods(zero_grad=zero_grad_beside(accumulation), add_param_group=refuse_new_group)
-    sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)
-    runtime.keep(_changes(sharded_model, wanted, device))
-    runtime.keep(observer.attached_to(model) if observer is not None else ())
+    sharded_model, engine = None, None
     try:
-        schedule = _scheduler(wanted, lr_scheduler, sharded)
-    except ZerorunError:  # of all ranks alike
-        _give_back(sharded_model, observer, given_optimizer)
-        if owns_topology:
-            topology.close()
+        sharded = _shard_optimizer(raw, plan, made.units, comm, parallelized.copies, refuse_unused=refuses)
+        if sharded is not None:
+            sharded.give_methods(zero_grad=zero_grad_beside(accumulation), add_param_group=refuse_new_group)
+        sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)
+        runtime.keep(_changes(sharded_model, wanted, device))
+        runtime.keep(observer.attached_to(model) if observer is not None else ())
+        engine = _engine_for(model)(
+            model,
+            wanted,
+            topology,
+            sharded_model,
+            accumulation,
+            scaler,
+            _scheduler(wanted, lr_scheduler, sharded),
+            _loader(wanted, training_data, collate_fn, topology),
+            observer,
+            owns_topology=owns_topology,
+        )
+        if sharded is not None:
+            runtime.keep([ModuleZeroGrad(model, accumulation, weakref.WeakMethod(engine.zero_grad))])
+        runtime.keep(runtime.open_methods())
+        show_compilation()
+        if wanted.compile.enabled:
+            engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)
+        engine.begin_saving()
+        engine.announce()
+    except BaseException as error:
+        taken = sharded_model or kept_as(runtime, None, parallelized, accumulation.gradient_factor)
+        if _is_of_all_ranks(error) and not taken.half_loaded.has("weights"):
+            if engine is not None:
+                engine.give_back(exact=True, as_given=True)
+            else:
+                own = topology if owns_topology else None
+                give_back(taken, own, partial(let_go, taken, observer, {}), exact=True, as_given=True)
+            if given_optimizer is not None:
+                given_optimizer.put_back()
         raise
-    kind = _engine_for(model)
-    engine = kind(
-        model,
-        wanted,
-        topology,
-        sharded_model,
-        accumulation,
-        scaler,
-        schedule,
-        _loader(wanted, training_data, collate_fn, topology),
-        observer,
-        owns_topology=owns_topology,
-    )
-    if sharded is not None:
-        runtime.keep([ModuleZeroGrad(model, accumulation, weakref.WeakMethod(engine.zero_grad))])
-    runtime.keep(runtime.open_methods())
-    show_compilation()
-    if wanted.compile.enabled:
-        engine.compile(backend=wanted.compile.backend, **wanted.compile.kwargs)
-    engine.begin_saving()
-    engine.announce()
     _note_batch_norm(model, topology)
     for note in wanted.notes:
         info_once(f"{note.key}: {note.reason}")
@@ -293,6 +304,11 @@ def _agree(check: Callable[[], T]) -> T:
     if problem is not None:
         raise problem
     return result[0]
+
+
+def _is_of_all_ranks(error: BaseException) -> bool:
+    """Whether it is known that no rank goes on without ``error``, so that collectives may follow it."""
+    return dist.get_world_size() == 1 or (isinstance(error, ZerorunError) and not isinstance(error, _OF_ONE_RANK))
 
 
 def _same_error(name: str, text: str) -> ZerorunError:
@@ -505,23 +521,6 @@ def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) 
         follow_memory(layer)
         yield layer.register_forward_pre_hook(follow_memory)
     yield from _recompute(model, config, device)
-
-
-def _give_back(sharded_model: ShardedModel, observer: RunObserver | None, own: OptimizerAsGiven | None) -> None:
-    """Make the module whole again, and the script's ``own`` optimizer: it may try once more with the same ones. Collective.
-
-    Weights have the digits of their masters. Frozen ones and buffers, which have none, are rounded to what an engine of
-    this configuration keeps.
-    """
-    restore_module(sharded_model, exact=True, as_given=True)
-    if own is not None:
-        own.put_back()
-    sharded_model.parts.undo()
-    for link in links_of(sharded_model.units):
-        link.close()
-    if observer is not None:
-        observer.close(sharded_model.comm, {})
-    sharded_model.close()
 
 
 def _lacks_layers(module: nn.Module) -> bool:

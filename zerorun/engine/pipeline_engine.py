@@ -26,7 +26,7 @@ from ..pipeline.schedule.actions import FORWARD_ONLY, ActionKind, PipelineSchedu
 from ..pipeline.schedule.schedules import ZERO_BUBBLE, make_schedule
 from ..pipeline.schedule.times import Times
 from ..pipeline.schedule.trace import Trace, write_trace
-from ..pipeline.split_backward import WeightGradients, split_layers
+from ..pipeline.split_backward import SplitLayers, WeightGradients
 from ..plan.forwards import uncompiled
 from ..watch.board import Phase, board, during
 from .engine import COMPARED_STEPS, Engine
@@ -51,9 +51,8 @@ class PipelineEngine(Engine):
         super().__init__(*args, **kwargs)
         section, topology = self.config.pipeline, self.topology
         self._later = WeightGradients()
-        self._undo_split: Callable[[], None] | None = None
         if section.schedule == ZERO_BUBBLE:
-            self._undo_split = split_layers(self.module, self._later)
+            self.runtime.keep([SplitLayers(self.module, self._later)])
         p2p = None
         if topology.pipe > 1:
             group, place = topology.group("pipe"), (topology.pipe_rank, topology.pipe)
@@ -189,9 +188,6 @@ class PipelineEngine(Engine):
         raise PipelineError(_WHOLE_BATCHES.format("step"))
 
     def destroy(self, *, exact: bool = False) -> None:
-        if self._undo_split is not None:
-            self._undo_split()
-            self._undo_split = None
         if not self._executor.is_stuck:
             super().destroy(exact=exact)
             return

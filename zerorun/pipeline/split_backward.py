@@ -89,25 +89,26 @@ def _add_gradient(weight: nn.Parameter, x: torch.Tensor, grad: torch.Tensor, *, 
         weight.grad.add_(made.to(weight.dtype))
 
 
-def split_layers(model: nn.Module, later: WeightGradients) -> Callable[[], None]:
-    """Let the linear layers of ``model`` leave their weight gradients to ``later``. Return a function that undoes this.
+class SplitLayers:
+    """Lets the linear layers of ``model`` leave their weight gradients to ``later``, until it is removed.
 
-    Other layers take part if they have an attribute ``weight_gradients``: it is set to ``later``, and to None by the undo.
+    Other layers take part if they have an attribute ``weight_gradients``: it is set to ``later``, and to None at the end.
     """
-    ordinary = [layer for layer in model.modules() if _transposed(layer) is not None and _is_plain(layer)]
-    willing = [layer for layer in model.modules() if hasattr(layer, "weight_gradients")]
-    for layer in ordinary:
-        layer.forward = _Split(layer, later)
-    for layer in willing:
-        layer.weight_gradients = later  # type: ignore[assignment]
 
-    def undo() -> None:
-        for layer in ordinary:
+    def __init__(self, model: nn.Module, later: WeightGradients) -> None:
+        self._ordinary = [layer for layer in model.modules() if _transposed(layer) is not None and _is_plain(layer)]
+        self._willing = [layer for layer in model.modules() if hasattr(layer, "weight_gradients")]
+        for layer in self._ordinary:
+            layer.forward = _Split(layer, later)
+        for layer in self._willing:
+            layer.weight_gradients = later  # type: ignore[assignment]
+
+    def remove(self) -> None:
+        """Let the layers be ordinary ones again."""
+        for layer in self._ordinary:
             layer.__dict__.pop("forward", None)
-        for layer in willing:
+        for layer in self._willing:
             layer.weight_gradients = None  # type: ignore[assignment]
-
-    return undo
 
 
 class _Split:

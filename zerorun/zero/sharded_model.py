@@ -119,6 +119,10 @@ class HalfLoaded:
         if "weights" in what:
             self._edited.clear()
 
+    def has(self, what: str) -> bool:
+        """True if ``what``, such as "weights", is half loaded."""
+        return what in self._begun
+
     def edit(self, name: str) -> None:
         """A script has changed the parameter ``name`` on this rank, and maybe not on others."""
         self._edited.add(name)
