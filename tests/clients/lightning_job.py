@@ -36,6 +36,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "lora": {},
     "refused": {},
     "evaluation": {},  # of checkpoints and of files of weights, and in 16 bits
+    "interrupted": {},  # by exceptions
 }
 
 
@@ -43,6 +44,7 @@ class Model(LightningModule):
     def __init__(self, cell: str) -> None:
         super().__init__()
         self.model, self.log_of_losses, self.written = llama(), [], []
+        self.fails_at: tuple[str, int] | None = None  # stage of the Trainer and batch in which there is an exception
         self.cell, self.automatic_optimization = cell, cell not in ("manual", "dropped")
         if cell == "checkpointing":
             self.model.gradient_checkpointing_enable()
@@ -55,8 +57,13 @@ class Model(LightningModule):
     def forward(self, batch: Any) -> Any:
         return self.model(**batch).loss
 
+    def _fail_at(self, stage: str, number: int) -> None:
+        if self.fails_at == (stage, number):
+            raise InterruptedError(stage)
+
     def training_step(self, batch: Any, number: int) -> Any:
         loss = self(batch)
+        self._fail_at("training", number)
         self.log_of_losses.append(float(loss.detach()))
         if self.cell == "dropped":
             self.manual_backward(loss)
@@ -76,6 +83,7 @@ class Model(LightningModule):
         return loss
 
     def validation_step(self, batch: Any, number: int) -> None:
+        self._fail_at("evaluation", number)
         self.log("validation", self(batch), sync_dist=True)
         ids = batch["input_ids"][:, :3]
         self.written.append(
@@ -201,6 +209,28 @@ def evaluated(trainer: Callable[..., Trainer], model: Model, data: Any, folder: 
     return {**found, "log after it": model.log_of_losses}
 
 
+def interrupted(trainer: Callable[..., Trainer], model: Model, data: Any) -> dict[str, Any]:
+    """What a module is after exceptions in its training and in its evaluation, and what fit() does with it after these."""
+    held_back, found = DataLoader(Sentences(8), batch_size=2), dict[str, Any]()
+    for stage, run in (
+        ("training", lambda used: used.fit(model, data)),
+        ("evaluation", lambda used: used.test(model, held_back)),
+    ):
+        model.fails_at, used = (stage, 1), trainer(1)
+        try:
+            run(used)
+        except InterruptedError as error:
+            found[f"exception in {stage}"] = str(error)
+        if dist.get_world_size() > 1 and isinstance(used.strategy, ZerorunStrategy):
+            used.strategy.engine.destroy(exact=True)
+        found[f"weights after {stage}"] = [float(value.double().sum()) for value in model.state_dict().values()]
+        found[f"dtypes after {stage}"] = sorted({str(value.dtype) for value in model.state_dict().values()})
+    model.fails_at = None
+    trainer(1).fit(model, data)
+    found["validation"] = trainer(1).validate(model, held_back, verbose=False)[0]["validation"]
+    return {**found, "log after it": model.log_of_losses}
+
+
 def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     if cell == "refused":
         return refused(stage or 0)
@@ -213,11 +243,12 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     def trainer(epochs: int, *, also: Any = None, **given: Any) -> Trainer:
         strategy = DDPStrategy() if stage is None else ZerorunStrategy({"zero_optimization": zero, **(also or {})})
         saves = ModelCheckpoint(folder, save_last=True, save_weights_only=cell == "weights only")
-        evaluates = cell == "evaluation"
-        keeps = evaluates or cell in ("checkpoint", "weights only")
+        evaluates = cell in ("evaluation", "interrupted")
+        keeps = cell in ("checkpoint", "evaluation", "weights only")
         return Trainer(
-            accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, limit_train_batches=4, logger=False,
-            barebones=False, enable_checkpointing=keeps, enable_progress_bar=False, enable_model_summary=False,
+            accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, max_epochs=epochs, limit_train_batches=4,
+            logger=False, barebones=False, enable_checkpointing=keeps, enable_progress_bar=False,
+            enable_model_summary=False,
             limit_val_batches=2 if evaluates or cell in ("validation", "dropped") else 0,
             **{"callbacks": [saves] if keeps else None, **CELLS[cell], **given},
         )  # fmt: skip
@@ -241,6 +272,8 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
         used.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
         dist.barrier()
         found |= evaluated(trainer, model, data, folder)
+    if cell == "interrupted":
+        found |= interrupted(trainer, model, data)
     if cell == "weights only":
         state = torch.load(f"{folder}/last.ckpt", weights_only=False)["state_dict"]
         found["saved"] = [float(value.double().sum()) for value in state.values()]

@@ -198,7 +198,8 @@ def main() -> None:
     if lightning_job is not None:
         found["callbacks"] = lightning_job.refused_callbacks()
         for stage in (None, 1, 3):
-            found["lightning"] = found.get("lightning", {}) | run_cell("evaluation", stage, lightning_job.train)
+            for cell in ("evaluation", "interrupted"):
+                found["lightning"] = found.get("lightning", {}) | run_cell(cell, stage, lightning_job.train)
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
 

@@ -43,17 +43,17 @@ TRL = {
 }
 LIGHTNING = (
     "plain", "accumulation", "clipping", "validation", "checkpoint", "weights only", "bf16", "offload", "manual",
-    "dropped", "checkpointing", "lora", "evaluation",
+    "dropped", "checkpointing", "lora", "evaluation", "interrupted",
 )  # fmt: skip
 
 
 @cache
-def found_by(program: str, *cells: str) -> dict[str, Any]:
-    """Cell and stage -> what two ranks of the program found there, in all its cells or in these."""
+def found_by(program: str, *cells: str, ranks: int = 2) -> dict[str, Any]:
+    """Cell and stage -> what the ranks of the program found there, in all its cells or in these."""
     with TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         mode = ["--as-deepspeed"] if program in ("trainer", "accelerate", "trl") else []
-        launcher = ["-m", "zerorun.launcher.cli", *mode, "--nproc-per-node", "2"] if program != "mode" else []
+        launcher = ["-m", "zerorun.launcher.cli", *mode, "--nproc-per-node", str(ranks)] if program != "mode" else []
         command = [sys.executable, *launcher, str(HERE / f"{program}_job.py"), str(out), *cells]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300 * patience())
         assert done.returncode == 0, done.stderr[-4000:]

@@ -91,6 +91,20 @@ def test_lightning_evaluates_as_ddp(found: dict[str, Any], stage: int) -> None:
     compare(found["lightning"], "evaluation", stage)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_lightning_keeps_the_engine_after_an_exception(found: dict[str, Any], stage: int) -> None:
+    """It was gone, so that nothing could give the module back. With several ranks a script does it, on all of them."""
+    pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[clients]'")
+    compare(found["lightning"], "interrupted", stage)
+
+
+def test_lightning_gives_the_module_of_one_rank_back_after_an_exception() -> None:
+    pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[clients]'")
+    alone = found_by("lightning", "interrupted", ranks=1)
+    for stage in (0, 1, 3):
+        compare(alone, "interrupted", stage)
+
+
 def test_lightnings_callbacks_that_an_engine_cannot_have_are_refused(found: dict[str, Any]) -> None:
     """They ended in a KeyError of a page of numbers, and in torch's error about memory; averages work below stage 3."""
     pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[clients]'")

@@ -4501,6 +4501,14 @@ MUTANTS = (
         ("tests/clients/test_mode.py", "-k", "lightning_evaluates"),
     ),
     Mutant(
+        "lightning-loses-the-engine",
+        "stale",
+        "zerorun/integrations/lightning.py",
+        "        self._failed = True",
+        "        self._engine = None",
+        ("tests/clients/test_mode.py", "-k", "lightning and exception"),
+    ),
+    Mutant(
         "lightning-reads-one-spelling",
         "swallowed",
         "zerorun/integrations/lightning.py",

@@ -202,15 +202,24 @@ class ZerorunStrategy(DDPStrategy):
         super().__init__(**kwargs)
         self._given = config
         self._engine: Engine | None = None
+        self._failed = False  # the engine's fit or evaluation ended with an exception
         self._dtypes: dict[str, torch.dtype] = {}  # of the module's parameters and buffers before there was an engine
         self._forward_redirection = _ForwardRedirection()
 
     @property
     def engine(self) -> Engine:
-        """The engine while a Trainer fits or evaluates. Raises RuntimeError at other times."""
+        """The engine while a Trainer fits or evaluates. With several ranks it stays after an exception, until the next one.
+
+        Raises RuntimeError at other times.
+        """
         if self._engine is None:
             raise RuntimeError("there is no engine yet. Remedy: ask for it from on_fit_start() on.")
         return self._engine
+
+    @property
+    def _live(self) -> Engine | None:
+        """The engine, unless it was destroyed after an exception."""
+        return self._engine if self._engine is not None and self._engine.units else None
 
     # -- precision -------------------------------------------------------------------------------------------------
 
@@ -242,6 +251,7 @@ class ZerorunStrategy(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Make the engine, for training or for evaluation, where it has no optimizer."""
         assert self.accelerator is not None and self.lightning_module is not None
+        self._failed = False
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == TrainerFn.FITTING
         config = self._configuration(trainer, fits=fits)
@@ -299,11 +309,24 @@ class ZerorunStrategy(DDPStrategy):
         return optimizers[0], schedules
 
     def teardown(self) -> None:
-        """Give the module its full weights back, in the precision of the Trainer. All ranks must call it."""
-        engine, self._engine = self._engine, None
+        """Give the module its full weights back, in the precision of the Trainer. All ranks must call it.
+
+        After an exception they may not come. With several ranks the engine then stays as it is, and so it does with weights
+        that are loaded by half: ``engine.destroy()`` on all ranks gives the module back.
+        """
+        engine, exact = self._engine, not self._is_in_16_bits
+        if engine is not None and self._failed and (self.world_size > 1 or engine.sharded_model.half_loaded.has("weights")):
+            assert self.accelerator is not None
+            self.accelerator.teardown()
+            self.checkpoint_io.teardown()
+            return  # without what moves the module and the optimizer to the CPU
+        self._engine = None
         if engine is not None:
             assert self.lightning_module is not None
-            engine.destroy(exact=not self._is_in_16_bits)
+            if self._failed:
+                engine.give_back(exact=exact)  # whatever became of the last step: the exception is what counts
+            else:
+                engine.destroy(exact=exact)
             for name, value in _tensors(self.lightning_module):
                 value.data = self._as_before(name, value)
             self.model = self.lightning_module
@@ -316,8 +339,8 @@ class ZerorunStrategy(DDPStrategy):
         return value if dtype is None or value.dtype == dtype else value.detach().to(dtype)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the engine as it is: other ranks may not come to give weights back."""
-        self._engine = None
+        """Note it for ``teardown``, which follows."""
+        self._failed = True
         super().on_exception(exception)
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -344,7 +367,7 @@ class ZerorunStrategy(DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Nothing while there is an engine: ``save_checkpoint`` takes the weights from it, by parts."""
-        return {} if self._engine is not None else super().lightning_module_state_dict()
+        return {} if self._live is not None else super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Nothing, as above."""
@@ -352,14 +375,14 @@ class ZerorunStrategy(DDPStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save the engine with Lightning's states into the directory ``filepath``, or weights alone into a file."""
-        filepath = self.broadcast(filepath)
-        if self._engine is None:
+        filepath, engine = self.broadcast(filepath), self._live
+        if engine is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif "optimizer_states" in checkpoint:
             kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-            self._engine.save_checkpoint(filepath, tag=TAG, client_state=kept)
+            engine.save_checkpoint(filepath, tag=TAG, client_state=kept)
         else:
-            found = self._engine.consolidated_state_dict(exact=not self._is_in_16_bits) or {}  # rank 0 alone writes
+            found = engine.consolidated_state_dict(exact=not self._is_in_16_bits) or {}  # rank 0 alone writes
             weights = {name: self._as_before(name, value) for name, value in found.items()}
             super().save_checkpoint({**checkpoint, "state_dict": weights}, filepath, storage_options)
 
