@@ -15,7 +15,13 @@ import torch.distributed as dist
 from cells import run_cells
 from client_models import Sentences, llama
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import BackboneFinetuning, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    ModelPruning,
+    StochasticWeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
@@ -140,14 +146,14 @@ def fitted(config: dict[str, Any], model: Model | None = None, **given: Any) -> 
 
 def refused_callbacks() -> dict[str, str]:
     """What is said of callbacks, by their classes and the stage."""
-    made = (BackboneFinetuning(), StochasticWeightAveraging(1e-3, swa_epoch_start=1), EMAWeightAveraging())
     found: dict[str, str] = {}
     for stage in (1, 3):
-        for callback in made:
+        averages = (StochasticWeightAveraging(1e-3, swa_epoch_start=1), EMAWeightAveraging())
+        for callback in (BackboneFinetuning(), ModelPruning("l1_unstructured", amount=0.3), *averages):
             config = {"zero_optimization": {"stage": stage}}
             found[f"{type(callback).__name__}, {stage}"] = fitted(config, WithBackbone("plain"), callbacks=[callback])
-    averages = {"callbacks": [EMAWeightAveraging()]}
-    found["by another name"] = fitted({"zero_optimization": {"stage": "FULL_SHARD"}}, WithBackbone("plain"), **averages)
+    average: dict[str, Any] = {"callbacks": [EMAWeightAveraging()]}
+    found["by another name"] = fitted({"zero_optimization": {"stage": "FULL_SHARD"}}, WithBackbone("plain"), **average)
     found["nulls"] = fitted({"zero_optimization": None, "bf16": None}, precision="bf16-mixed")
     return found
 

@@ -112,7 +112,8 @@ def test_lightnings_callbacks_that_an_engine_cannot_have_are_refused(found: dict
     said = found["callbacks"]
     assert "callbacks = 'EMAWeightAveraging'" in said["by another name"]
     assert said["nulls"] == "torch.bfloat16 clips to 0.0"
-    for callback in ("BackboneFinetuning, 1", "BackboneFinetuning, 3", *(f"{name}, 3" for name in averages)):
+    always = [f"{name}, {stage}" for name in ("BackboneFinetuning", "ModelPruning") for stage in (1, 3)]
+    for callback in (*always, *(f"{name}, 3" for name in averages)):
         assert said[callback].startswith("ConfigError"), said[callback]
         assert f"callbacks = {callback.partition(',')[0]!r}" in said[callback] and "Remedy" in said[callback]
     assert [said[f"{name}, 1"] for name in averages] == ["torch.float32 clips to 0.0"] * 2

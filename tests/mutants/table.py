@@ -4509,6 +4509,14 @@ MUTANTS = (
         ("tests/clients/test_mode.py", "-k", "lightning and exception"),
     ),
     Mutant(
+        "pruning-is-tried",
+        "swallowed",
+        "zerorun/integrations/lightning.py",
+        "        elif isinstance(callback, ModelPruning):",
+        "        elif False:",
+        ("tests/clients/test_mode.py", "-k", "lightnings_callbacks"),
+    ),
+    Mutant(
         "lightning-reads-one-spelling",
         "swallowed",
         "zerorun/integrations/lightning.py",

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning
 from lightning.pytorch.core.optimizer import LightningOptimizer, _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy
@@ -126,6 +126,10 @@ def _callback_problems(trainer: Trainer, stage: int) -> list[ConfigProblem]:
             reason = "it looks for the optimizer's tensors in the module, where an engine has parts of buffers of its own."
             remedy = "Leave it out: freeze layers before fit(), and for each further phase call fit() with a new Trainer."
             found.append(ConfigProblem("callbacks", name, reason, remedy))
+        elif isinstance(callback, ModelPruning):
+            reason = "it gives the module other tensors while it trains, which the engine's optimizer does not know."
+            remedy = "Leave it out: prune the module by torch.nn.utils.prune after fit()."
+            found.append(ConfigProblem("callbacks", name, reason, remedy))
         elif stage == 3 and isinstance(callback, _AVERAGING):
             reason = "it averages whole weights, and at stage 3 ranks have parts of them."
             remedy = "Use stage 2 or lower, or leave it out."
@@ -192,8 +196,8 @@ class ZerorunStrategy(DDPStrategy):
     With an ``optimizer`` in the configuration, ``configure_optimizers`` is not called, and the engine steps the file's
     ``scheduler``. Checkpoints are directories, which load on any number of ranks; with ``save_weights_only`` they are
     Lightning's single files of full weights. Raises ConfigError for a precision that is none of 32, bf16 and 16, for
-    clipping by value, for more than one optimizer, for callbacks of finetuning and, at stage 3, those that average weights,
-    and for batch sizes in the configuration that contradict ``accumulate_grad_batches``.
+    clipping by value, for more than one optimizer, for callbacks of finetuning, for ``ModelPruning`` and, at stage 3, for
+    callbacks that average weights, and for batch sizes in the configuration that contradict ``accumulate_grad_batches``.
     """
 
     strategy_name = "zerorun"
