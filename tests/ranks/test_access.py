@@ -373,29 +373,119 @@ def test_an_edit_in_a_block_for_reading_is_an_error_until_weights_are_loaded(sta
         assert (load, again) == ("", "")
 
 
-def trained_in_a_block(stage: int) -> tuple[bool, str]:
-    """Whether a step that is taken in a block for reading stays; the error at the end of the block."""
+def stepped(engine: Any, step: int) -> None:
+    engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), step))))
+    engine.step()
+
+
+def given_new_values(how: str, engine: Any, folder: str) -> None:
+    """Give the weights new values by others than a block of GatheredParameters."""
+    if how == "step":
+        for step in range(2):
+            stepped(engine, step)
+    elif how == "load_checkpoint":
+        engine.load_checkpoint(folder)
+    else:
+        for param in engine.module.parameters():
+            whole = zerorun.zero.safe_get_full_fp32_param(param) + 1.0
+            if how == "safe_set_full_fp32_param":
+                zerorun.zero.safe_set_full_fp32_param(param, whole)
+            else:
+                zerorun.zero.safe_set_local_fp32_param(param, zerorun.zero.safe_get_local_fp32_param(param) + 1.0)
+
+
+def new_values_in_a_block(stage: int, settings: dict[str, Any], how: str, modifier: int | None, folder: str) -> list[str]:
+    """What differs from the same without a block: weights, what the block shows of them, and weights after a next step."""
+    states: list[dict[str, torch.Tensor]] = []
+    for inside in (False, True):
+        torch.manual_seed(0)
+        engine = zerorun.initialize(Gpt(), make_config(stage, **settings), topology=shared_topology())
+        stepped(engine, 5)
+        if how == "load_checkpoint" and not inside:
+            engine.save_checkpoint(folder)
+            stepped(engine, 6)
+        named = dict(engine.module.named_parameters())
+        with GatheredParameters(named.values(), modifier, enabled=inside):
+            given_new_values(how, engine, folder)
+            shown = {name: param.detach().clone() for name, param in named.items()} if inside else {}
+        states.append(engine.state_dict())
+        if inside:
+            states.append(shown)
+        stepped(engine, 7)
+        states.append(engine.state_dict())
+        engine.destroy()
+    expected, then, found, shown, then_found = states[0], states[1], *states[2:]
+    assert shown.keys() == named.keys()
+    found_of = {"weights": (expected, found), "shown": (expected, shown), "of the next step": (then, then_found)}
+    return [f"{what}: {n}" for what, (a, b) in found_of.items() for n in b if not torch.equal(a[n], b[n].cpu())]
+
+
+WAYS = ["step", "load_checkpoint", "safe_set_full_fp32_param", "safe_set_local_fp32_param"]
+BF16 = {"precision": "bf16"}
+BLOCKS_OF = [{}, BF16, {**BF16, "bf16": {"store_param_remainders": True}}]
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("modifier", [None, 1])
+@pytest.mark.parametrize("settings", BLOCKS_OF)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", WAYS)
+def test_steps_and_loads_inside_a_block_are_not_undone(
+    how: str, stage: int, settings: dict[str, Any], modifier: int | None, tmp_path: Path
+) -> None:
+    """Its masters and moments are those of after the step, so the weights must be, too; nobody has edited anything."""
+    for differing in run_ranks(2, new_values_in_a_block, stage, settings, how, modifier, str(tmp_path)):
+        assert not differing
+
+
+def edited_around_new_values(stage: int, modifier: int | None, first: bool, how: str, folder: str) -> list[Any]:
+    """What is said of a block in which rank 1 edits a weight before (``first``) or after; which weights are as if not."""
     torch.manual_seed(0)
     engine = zerorun.initialize(Gpt(), make_config(stage), topology=shared_topology())
-    message = ""
+    weight, told = engine.module.head.weight, ""
+    stepped(engine, 5)
+    if how == "load_checkpoint":
+        engine.save_checkpoint(folder)
+        stepped(engine, 6)
+
+    def edit() -> None:
+        with torch.no_grad():
+            weight.copy_(torch.full_like(weight, 0.25)) if dist.get_rank() == 1 else None
+
     try:
-        with GatheredParameters(list(engine.module.parameters())):
-            engine.backward(token_loss(engine, tokens(Place(dist.get_rank(), 0))))
-            engine.step()
-            trained = engine.state_dict()
+        with GatheredParameters(list(engine.module.parameters()), modifier):
+            for act in (edit, partial(given_new_values, how, engine, folder))[:: 1 if first else -1]:
+                act()
     except ReleasedParameterError as error:
-        message = str(error)
-    stays = all(torch.equal(trained[name], value) for name, value in engine.state_dict().items())
+        told = str(error)
+    found = engine.state_dict()["head.weight"].clone()
     engine.destroy()
-    return stays, message
+    return [told, found]
 
 
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_step_inside_a_block_is_not_undone(stage: int) -> None:
-    """Its masters and moments are those of after the step, so the weights must be, too."""
-    for stays, message in run_ranks(2, trained_in_a_block, stage):
-        assert stays
-        assert "were changed inside GatheredParameters" in message
+@pytest.mark.each_pair
+@pytest.mark.parametrize("how", ["step", "load_checkpoint"])
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_edit_before_a_step_in_its_block_is_an_error_on_all_ranks(
+    stage: int, first: bool, how: str, tmp_path: Path
+) -> None:
+    """What a step begins with are the shards; and an edit after it is one of the new values."""
+    answers = run_ranks(2, edited_around_new_values, stage, 1, first, how, str(tmp_path))
+    assert torch.equal(answers[0][1], answers[1][1])
+    assert bool((answers[0][1] == 0.25).all()) is not first
+    for told, _ in answers:
+        assert ("leave the block before step()" in told) is first
+    assert ("head.weight" in answers[1][0]) is first
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_edit_before_a_load_in_a_block_for_reading_is_an_error(stage: int, tmp_path: Path) -> None:
+    """Though at stage 0 no copy of the value is there to compare with after the load."""
+    answers = run_ranks(2, edited_around_new_values, stage, None, True, "load_checkpoint", str(tmp_path))
+    assert torch.equal(answers[0][1], answers[1][1])
+    assert not answers[0][0]
+    assert "'head.weight'" in answers[1][0] and "modifier_rank=0" in answers[1][0]
 
 
 def merged_and_unmerged(stage: int, precision: str) -> tuple[bool, bool]:

@@ -198,6 +198,8 @@ class ModelLoader:
         """Read weights, masters and buffers. Collective."""
         subject = self.subject
         subject.model.make_ready()
+        for block in subject.model.blocks:
+            block.note_edits(subject.model)
         subject.comm.fence()
         ranks.gather(None)  # from here on no rank reads another's shards
         subject.model.runtime.gathers.evict_all()

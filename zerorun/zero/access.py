@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from types import TracebackType
 from typing import NamedTuple
@@ -13,6 +13,7 @@ from torch import nn
 
 from ..distributed.same_data import compare
 from ..errors import ModelError, OrderError, ReleasedParameterError
+from ..log import listed
 from ..ops.state_format import keep_state, wide_state
 from ..optim.parts import PartsOptimizer
 from ..plan.weights import follow_memory, followers, inside, rebuilt
@@ -228,7 +229,7 @@ class Shown(NamedTuple):
     """A parameter that has its full value inside a block.
 
     ``is_own``: ``value`` is the one tensor that this rank has of it. ``before``: a copy of it, if an error is to bring it
-    back. ``publications``: those of ``model`` at that time.
+    back.
     """
 
     model: ShardedModel
@@ -238,13 +239,11 @@ class Shown(NamedTuple):
     checksum: tuple[float, float]
     is_own: bool
     before: torch.Tensor | None
-    publications: int
 
     @property
     def is_edited(self) -> bool:
-        """True if the script has changed what the rank goes on with. The engine itself may, as by a step in the block."""
-        is_of_script = self.model.publications == self.publications
-        return self.is_own and is_of_script and _checksum(self.value) != self.checksum
+        """True if the script has changed what the rank goes on with."""
+        return self.is_own and _checksum(self.value) != self.checksum
 
 
 class GatheredParameters:
@@ -264,6 +263,9 @@ class GatheredParameters:
     with ``modifier_rank`` copy each value once. Without it, what was changed in place of a parameter that this rank keeps
     whole stays so, and until it gets a value the next step or save raises ReleasedParameterError. An error in the block is
     to be raised on all ranks, or to end the program: ranks that go on wait at the end of the block for the others.
+
+    A step or a load inside the block counts: the block shows the new values from then on. What a block had changed before
+    that is not kept, and its end raises ReleasedParameterError, with ``modifier_rank`` on all ranks alike.
     """
 
     def __init__(
@@ -278,6 +280,8 @@ class GatheredParameters:
         self._params = [tensor for param in present for _, tensor in inside(param)]
         self._modifier_rank = modifier_rank
         self._held: list[Shown] = []
+        self._lost: list[tuple[ShardedModel, str]] = []  # what was changed before a step or a load in the block, by name
+        self._has_shown_new = False
         self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # made inside Init, and in no engine yet
         self._being_made: list[torch.Tensor] = []  # made in an Init block that is still open: whole by turns
 
@@ -295,6 +299,12 @@ class GatheredParameters:
             exchanges = model.runtime.plan.shares_params or bool(model.parts.shards) or self._modifier_rank is not None
             if exchanges:
                 compare_request(model, "GatheredParameters", [repr(home.name) for _, home in members])
+        self._held = list(self._show(found))
+        for model, _ in groupby(found, lambda pair: pair[0]):
+            model.blocks.append(self)
+
+    def _show(self, found: Iterable[tuple[ShardedModel, ParameterHome]]) -> Iterator[Shown]:
+        """Give the parameters at ``found`` their full values. Collective."""
         flats: dict[int, torch.Tensor] = {}
         for model, home in found:
             managed = home.flat_group.params[home.entry]
@@ -311,38 +321,71 @@ class GatheredParameters:
                 managed.data = value
             before = value.clone() if is_own and self._is_copied(model) else None
             model.runtime.guard.held.add(id(managed))
-            shown = Shown(model, home, managed, value, _checksum(value), is_own, before, model.publications)
-            self._held.append(shown)
+            yield Shown(model, home, managed, value, _checksum(value), is_own, before)
 
     def _managed(self) -> list[tuple[ShardedModel, ParameterHome]]:
         """Return the homes of the parameters that an engine has and no block holds, each once, in the order of units."""
         found = {id(p): where for p in self._params if (where := find(p)) and id(p) not in where[0].runtime.guard.held}
         return sorted(found.values(), key=lambda pair: (pair[0].number, pair[1].place))
 
+    def note_edits(self, model: ShardedModel) -> None:
+        """The weights of ``model`` are going to get new values from others than this block: what it has changed is lost."""
+        for shown in (shown for shown in self._held if shown.model is model):
+            now = _value_now(shown.home, shown.param, shown.value)
+            if now.shape == shown.value.shape and not self._is_lost(shown, now):
+                continue
+            self._lost.append((model, shown.home.name))
+            self._undo(shown)
+
+    def show_new(self, model: ShardedModel, param: torch.Tensor | None = None) -> None:
+        """The weights of ``model``, or that of ``param`` alone, have got new values from others than this block."""
+        stale = [shown for shown in self._held if shown.model is model and (param is None or shown.param is param)]
+        for shown in stale:
+            shown.param.data = _own_value(shown.home)
+        new = {id(shown.param): shown for shown in self._show((model, shown.home) for shown in stale)}
+        self._held = [new.get(id(shown.param), shown) for shown in self._held]
+        self._has_shown_new = True
+
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         edited, reshaped = self._release_unsettled(keep=kind is None), self._reshaped() if kind is None else []
+        lost = self._lost_anywhere() if kind is None else []
+        for model, _ in groupby(self._held, lambda shown: shown.model):
+            model.blocks.remove(self)
         for shown in self._held:
             model, home, param, value = shown[:4]
             model.runtime.guard.held.discard(id(param))
             now = _value_now(home, param, value)
-            if reshaped or kind is not None:
+            if reshaped or (lost and self._modifier_rank is not None) or kind is not None:
                 self._undo(shown)  # no new values are kept
             elif self._modifier_rank is not None:
                 fresh = now.to(value).contiguous()
                 _take_from(model, self._modifier_rank, fresh)
                 _store_weight(model, home, model.parts.part(param, fresh), exactly=False)
-            elif _checksum(now) != shown.checksum and not self._keeps(model, home, param, now):
+            elif self._is_lost(shown, now):
                 edited.append(home.name)
                 self._undo(shown)
-            param.data = home.flat_group.views[home.entry] if home.unit.resident else home.flat_group.loud[home.entry]
-        self._held = []
+            param.data = _own_value(home)
+        self._held, self._lost, self._has_shown_new = [], [], False
         if reshaped:
             raise ModelError(
                 f"shapes were changed inside GatheredParameters(...): {', '.join(reshaped)}. These parameters are as "
                 "before. Remedy: change shapes before initialize()."
             )
-        if edited:
-            self._refuse(edited)
+        if lost and self._modifier_rank is not None:
+            raise ReleasedParameterError(
+                f"parameters {listed(lost)} were changed inside GatheredParameters(..., modifier_rank="
+                f"{self._modifier_rank}), and a step or a load in the same block has then given the model new values, "
+                "which stay. No change of the block is kept. Remedy: leave the block before step(), train_batch() or "
+                "load_checkpoint()."
+            )
+        if edited or lost:
+            self._refuse([*lost, *edited])
+
+    def _is_lost(self, shown: Shown, now: torch.Tensor) -> bool:
+        """Whether a value, which is ``now``, was changed, and the change is not kept where the block stores no values."""
+        if _checksum(now) == shown.checksum:
+            return False
+        return self._modifier_rank is not None or not self._keeps(shown.model, shown.home, shown.param, now)
 
     def _undo(self, shown: Shown) -> None:
         """Let a parameter have the value of before. What cannot be undone is an error at the next step, save or load."""
@@ -385,11 +428,22 @@ class GatheredParameters:
                 for _, home, param, value, *_ in members
                 if (now := _value_now(home, param, value)).shape != value.shape
             ]
-            if self._modifier_rank is not None:
-                anywhere = any(map(int, model.comm.stage_gather(torch.tensor([len(changed)]))))
-                changed = changed or ["those of other ranks"] * anywhere
-            found += changed
+            found += self._of_all_ranks(model, changed)
         return found
+
+    def _lost_anywhere(self) -> list[str]:
+        """Return which changes were lost to a step or a load in the block, on all ranks as ``_reshaped`` does."""
+        found: list[str] = []
+        for model, _ in groupby(self._held if self._has_shown_new else [], lambda shown: shown.model):
+            found += self._of_all_ranks(model, [name for of, name in self._lost if of is model])
+        return list(dict.fromkeys(found))
+
+    def _of_all_ranks(self, model: ShardedModel, found: list[str]) -> list[str]:
+        """Return ``found``; with ``modifier_rank``, something on all ranks of the stage if any rank has found something."""
+        if self._modifier_rank is None:
+            return found
+        anywhere = any(map(int, model.comm.stage_gather(torch.tensor([len(found)]))))
+        return found or ["those of other ranks"] * anywhere
 
     def _release_unsettled(self, *, keep: bool) -> list[str]:
         """Partition again the parameters that no engine has yet. Return those changed without ``modifier_rank``."""
@@ -404,6 +458,11 @@ class GatheredParameters:
         for held, _ in unsettled:
             held.put_back()
         return edited
+
+
+def _own_value(home: ParameterHome) -> torch.Tensor:
+    """What the parameter at ``home`` shows outside of blocks, while its unit is not unsharded."""
+    return home.flat_group.views[home.entry] if home.unit.resident else home.flat_group.loud[home.entry]
 
 
 def _value_now(home: ParameterHome, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
@@ -480,6 +539,8 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     model, home = managed(param, "safe_set_full_fp32_param")
     refuse_copies(home)
     _store_weight(model, home, part_of_value(model, home, value, "safe_set_full_fp32_param"), exactly=True)
+    for block in model.blocks:
+        block.show_new(model, param)
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:

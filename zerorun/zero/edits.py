@@ -169,6 +169,8 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     if home.unit.resident and not flat_group.plan.owns_everything:
         home.unit.gather_into(model.comm, flat_group, flat_group.full, "of edited parameters").wait()
     model.comm.fence()
+    for block in model.blocks:
+        block.show_new(model, param)
 
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:

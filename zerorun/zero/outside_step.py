@@ -65,6 +65,8 @@ class OutsideStep:
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
         comm, together = self._model.comm, name in self._together
         self._model.make_ready()
+        for block in self._model.blocks:
+            block.note_edits(self._model)
         if together:
             comm.fence()
         before, reads = self._versions(), _Reads(piece.tensor for piece in self._sharded.pieces)

@@ -147,6 +147,18 @@ class HalfLoaded:
             )
 
 
+class OpenBlock(Protocol):
+    """A block in which a script has full values of parameters, and may change them."""
+
+    def note_edits(self, model: ShardedModel) -> None:
+        """The weights of ``model`` are going to get new values from others than this block. All ranks must call it."""
+        ...
+
+    def show_new(self, model: ShardedModel, param: torch.Tensor | None = None) -> None:
+        """The weights of ``model``, or that of ``param`` alone, have got new values. Collective."""
+        ...
+
+
 _numbers = itertools.count()  # of engines
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 
@@ -166,7 +178,7 @@ class ShardedModel:
         self.number = next(_numbers)  # of the engine, the same on all ranks
         self.before_update: list[Callable[[], None]] = []  # called when gradients are reduced and weights are as before
         self.half_loaded = HalfLoaded()
-        self.publications = 0  # how often the weights were given the new values of an update or of a load
+        self.blocks: list[OpenBlock] = []  # that have parameters of this model, in the same order on all ranks
         self._norm = Norm(runtime.comm, runtime.units)
         self.homes = {
             id(param): ParameterHome(unit, flat_group, entry)
@@ -236,6 +248,8 @@ class ShardedModel:
             unit.finish_gather()  # nobody on this rank waited for it, but it may still read the shard
         for look in self.before_update:
             look()
+        for block in self.blocks:
+            block.note_edits(self)
         self.optimizer.update(coefficient, unused=unused, order=self.runtime.gathers.forward_order())
 
     def publish(self) -> None:
@@ -245,10 +259,14 @@ class ShardedModel:
         new values, and those that write to them must not change what others have still to read. With
         ``overlap_param_gather`` loops do neither, and it goes on behind the next forward.
         """
-        self.publications += 1
         self.runtime.gathers.begin_anew()
         for unit in self.units:
             unit.has_new_values()
+        self._gather_resident()
+        for block in self.blocks:
+            block.show_new(self)
+
+    def _gather_resident(self) -> None:
         resident = [unit for unit in self.units if unit.resident]
         if not self.runtime.plan.policy.shard_optimizer or self.comm.topology.shard == 1:
             for unit in resident:
