@@ -488,6 +488,68 @@ def test_an_edit_before_a_load_in_a_block_for_reading_is_an_error(stage: int, tm
     assert "'head.weight'" in answers[1][0] and "modifier_rank=0" in answers[1][0]
 
 
+def blocks_in_blocks(stage: int, outer: int | None, inner: int | None, kind: Callable[..., Any]) -> tuple[str, list[Any]]:
+    """The error of a block with ``inner`` in one with ``outer``, where each rank would edit; a weight after it, by rank."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(Gpt(), make_config(stage), topology=shared_topology())
+    if kind is GatheredBlock:
+        show_placeholders(engine)
+    weight, bias, told = engine.module.head.weight, engine.module.blocks[0].down.bias, ""
+    try:
+        with torch.no_grad(), kind([weight], outer):
+            with kind([bias], 1):  # which the outer block has not
+                bias.fill_(dist.get_rank() + 3.0)
+            with kind([weight, bias], inner):
+                weight.fill_(dist.get_rank() + 3.0)
+    except ModelError as error:
+        told = str(error)
+    found = engine.state_dict()
+    stepped(engine, 0)
+    engine.destroy()
+    assert bool((found["blocks.0.down.bias"] == 4.0).all())
+    return told, [found["head.weight"].min().item(), found["head.weight"].max().item()]
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("kind", [GatheredParameters, GatheredBlock])
+@pytest.mark.parametrize(("outer", "inner"), [(0, 1), (None, 1), (1, 1), (1, None)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_block_in_a_block_keeps_its_edits_or_is_refused(
+    stage: int, outer: int | None, inner: int | None, kind: Any
+) -> None:
+    """The outer one has the value, and stores that of its own rank, or none."""
+    answers = run_ranks(2, blocks_in_blocks, stage, outer, inner, kind)
+    if kind is GatheredBlock and stage < 3 and outer is None:  # where each rank's edits stay as they are, as in DeepSpeed
+        assert [told for told, _ in answers] == ["", ""]
+        assert [values for _, values in answers] == [[3.0, 3.0], [4.0, 4.0]]
+        return
+    for told, values in answers:
+        if outer == 1:
+            assert (told, values) == ("", [4.0, 4.0])
+        else:
+            assert "'head.weight'" in told and "modifier_rank = 1" in told and "leave the outer block" in told
+            assert "down.bias" not in told
+            assert -1.0 < values[0] < values[1] < 1.0
+
+
+def blocks_in_blocks_before_the_engine(outer: int | None) -> str:
+    with Init():
+        layer = nn.Linear(4, 4)
+    with pytest.raises(ModelError) as found, GatheredParameters(layer.weight, outer):
+        before = layer.weight.detach().clone()
+        with GatheredParameters(layer.parameters(), 1):
+            layer.weight.data.add_(1.0)
+    with GatheredParameters(layer.parameters(), 1):
+        assert torch.equal(layer.weight, before)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("outer", [None, 0])
+def test_a_block_in_a_block_before_the_engine_is_refused(outer: int | None) -> None:
+    for told in run_ranks(2, blocks_in_blocks_before_the_engine, outer):
+        assert "of shape (4, 4)" in told and "leave the outer block" in told
+
+
 def merged_and_unmerged(stage: int, precision: str) -> tuple[bool, bool]:
     """Whether a rounding that is left in a block of the mode is dropped, in place and not; and whether training goes on."""
     torch.manual_seed(0)

@@ -145,11 +145,14 @@ class GatheredBlock(GatheredParameters):
         """Nothing is told: what a script does there at other stages stays, as in DeepSpeed."""
 
     def _keeps(self, model: ShardedModel, home: ParameterHome, param: nn.Parameter, now: torch.Tensor) -> bool:
-        if model in _at_stage_3 or not home.unit.resident:
+        if not self._leaves_edits(model) or not home.unit.resident:
             return False
         with torch.no_grad():
             home.flat_group.views[home.entry].copy_(model.parts.part(param, now))
         return True
+
+    def _leaves_edits(self, model: ShardedModel) -> bool:
+        return model not in _at_stage_3 and self._modifier_rank is None
 
     def _refuse(self, edited: list[str]) -> None:
         warn_once(

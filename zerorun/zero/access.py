@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from types import TracebackType
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -246,6 +247,9 @@ class Shown(NamedTuple):
         return self.is_own and _checksum(self.value) != self.checksum
 
 
+_open: WeakSet[GatheredParameters] = WeakSet()
+
+
 class GatheredParameters:
     """Give the parameters their full values inside the block, on every rank. All ranks must enter it.
 
@@ -257,7 +261,8 @@ class GatheredParameters:
     are kept when the block ends. Without it, the block is for reading: it raises ReleasedParameterError at its end if a
     value was changed, because ranks could differ. Raises OrderError, on all ranks alike, if they were given different
     parameters, and ModelError if a shape was changed. With ``modifier_rank``, raises ModelError if another pipeline stage
-    also has the parameter, or if that rank is on a stage that does not have it.
+    also has the parameter, if that rank is on a stage that does not have it, or if the block is inside another one that has
+    the parameter with another ``modifier_rank`` or without one.
 
     After any of these errors, and after one that was raised in the block, the values are those of before: for that, blocks
     with ``modifier_rank`` copy each value once. Without it, what was changed in place of a parameter that this rank keeps
@@ -286,6 +291,7 @@ class GatheredParameters:
         self._being_made: list[torch.Tensor] = []  # made in an Init block that is still open: whole by turns
 
     def __enter__(self) -> None:
+        self._refuse_nested()
         if Init.outermost is not None:
             self._being_made = Init.outermost.hold(self._params)
         else:
@@ -302,6 +308,23 @@ class GatheredParameters:
         self._held = list(self._show(found))
         for model, _ in groupby(found, lambda pair: pair[0]):
             model.blocks.append(self)
+        _open.add(self)
+
+    def _refuse_nested(self) -> None:
+        """Raise ModelError for parameters of another block that would not keep what this one changes."""
+        wanted = {id(param) for param in self._params}
+        for block in _open if self._modifier_rank is not None else ():
+            if block._modifier_rank == self._modifier_rank:
+                continue
+            names = [repr(s.home.name) for s in block._held if id(s.param) in wanted and not block._leaves_edits(s.model)]
+            names += [f"of shape {tuple(h.param.shape)}" for h, _ in block._unsettled if id(h.param) in wanted]
+            if names:
+                outer = "no modifier_rank" if block._modifier_rank is None else f"modifier_rank = {block._modifier_rank}"
+                raise ModelError(
+                    f"GatheredParameters(...) with modifier_rank = {self._modifier_rank} inside a block with {outer}, "
+                    f"which also has the parameters {listed(names)}: its end would drop what the inner block changes. "
+                    "Remedy: leave the outer block before, or give both the same modifier_rank."
+                )
 
     def _show(self, found: Iterable[tuple[ShardedModel, ParameterHome]]) -> Iterator[Shown]:
         """Give the parameters at ``found`` their full values. Collective."""
@@ -351,6 +374,7 @@ class GatheredParameters:
         lost = self._lost_anywhere() if kind is None else []
         for model, _ in groupby(self._held, lambda shown: shown.model):
             model.blocks.remove(self)
+        _open.discard(self)
         for shown in self._held:
             model, home, param, value = shown[:4]
             model.runtime.guard.held.discard(id(param))
@@ -407,6 +431,10 @@ class GatheredParameters:
 
     def _keeps(self, model: ShardedModel, home: ParameterHome, param: nn.Parameter, now: torch.Tensor) -> bool:
         """Whether the values ``now``, which were changed in the block, are kept."""
+        return False
+
+    def _leaves_edits(self, model: ShardedModel) -> bool:
+        """Whether this block leaves parameters of ``model`` to each rank, as the script has changed them there."""
         return False
 
     def _refuse(self, edited: list[str]) -> None:
