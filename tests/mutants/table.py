@@ -4683,6 +4683,8 @@ MUTANTS = (
         "        numel = _whole_numel(param, self.tensor_shards)",
         "        numel = param.numel()",
         ("tests/unit/test_parallel_plans.py", "-k", "same_flat_groups"),
+    ),
+    Mutant(
         "a-block-in-a-block-loses-its-edits",
         "stale",
         "zerorun/zero/access.py",
