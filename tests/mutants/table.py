@@ -4680,8 +4680,16 @@ MUTANTS = (
         "parts-decide-what-is-coded",
         "rank",
         "zerorun/plan/make.py",
-        "        numel = _whole_numel(param, self.tensor_shards)",
-        "        numel = param.numel()",
+        "        return self.wire.of(spec, param, self._dtype(param), trained=self._is_trained(param), numel=self._numel(param))",
+        "        return self.wire.of(spec, param, self._dtype(param), trained=self._is_trained(param), numel=param.numel())",
+        ("tests/unit/test_parallel_plans.py", "-k", "same_flat_groups"),
+    ),
+    Mutant(
+        "parts-decide-what-is-a-unit",
+        "rank",
+        "zerorun/plan/units.py",
+        "    return sum(numel_on_a_rank(param, shards.get(id(param)), tensor_ranks) for param in module.parameters())",
+        "    return sum(param.numel() for param in module.parameters())",
         ("tests/unit/test_parallel_plans.py", "-k", "same_flat_groups"),
     ),
     Mutant(

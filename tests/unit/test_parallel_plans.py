@@ -72,18 +72,33 @@ def test_sequence_parallelism_that_cannot_be_is_refused_before_anything_is_divid
         plan_layers(model, config, Topology.plan(2, tensor=2))
 
 
-@pytest.mark.parametrize("settings", ({}, {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}))
+def flat_groups_of(model: nn.Module, config: dict[str, Any], tensor_rank: int) -> list[tuple[Any, ...]]:
+    """Return the unit of each flat group, whether its states are on the host, what of it is coded, and its parameters."""
+    wanted, raw = take_in(model, merged(make_config(3), {"tensor_parallel": {"size": 2}, **config}), None, None, None, 4)
+    (part,) = planned_parts(model, wanted, raw, Topology.plan(4, rank=tensor_rank, tensor=2))
+    return [
+        (unit.name, unit.placement.optimizer, group.coded, group.codes_gradients, *(e.name for e in group.layout.entries))
+        for unit in part.plan(wanted, "gloo", "cpu").units
+        for group in unit.flat_groups
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    (
+        {},
+        {"zero_quantized_gradients": True},
+        {"zero_quantized_weights": True},
+        {"unit_policy": "size_based", "unit_numel": 1225},
+        {"unit_policy": "by_block_and_size", "unit_numel": 245},
+        {"unit_policy": "size_based", "unit_numel": 100, "offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+    ),
+)
 def test_tensor_ranks_have_the_same_flat_groups_where_parts_differ_in_size(settings: dict[str, Any]) -> None:
-    """The embedding's parts have 256 and 224 elements: only one of them fills a block of codes."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=15, num_key_value_heads=2, tie_word_embeddings=True, **sizes))
+    """Parts of the embedding have 256 and 224 elements, a block of codes or less; those of an MLP have 1248 and 1152."""
+    sizes = {"hidden_size": 32, "intermediate_size": 25, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=15, num_key_value_heads=2, **sizes))
     for param in list(model.parameters())[1::3]:
         param.requires_grad_(False)
-    config = {"tensor_parallel": {"size": 2}, "zero_optimization": {"stage": 3, **settings}}
-    wanted, raw = take_in(model, merged(make_config(3), config), None, None, None, 4)
-    groups = []
-    for rank in (0, 1):
-        (part,) = planned_parts(model, wanted, raw, Topology.plan(4, rank=rank, tensor=2))
-        units = part.plan(wanted, "gloo", "cpu").units
-        groups.append([[entry.name for entry in group.layout.entries] for unit in units for group in unit.flat_groups])
-    assert groups[0] == groups[1]
+    config = {"zero_optimization": {"stage": 3, **settings}}
+    assert flat_groups_of(model, config, 0) == flat_groups_of(model, config, 1)

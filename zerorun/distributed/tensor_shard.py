@@ -81,6 +81,15 @@ def shards_of(model: nn.Module) -> dict[int, TensorShard]:
     return {id(param): shard for param, shard in _divided(model)}
 
 
+def numel_on_a_rank(param: torch.Tensor, shard: TensorShard | None, tensor_ranks: int) -> int:
+    """Return the elements of ``param`` on one of ``tensor_ranks``: the mean, rounded up, which is the same on all of them.
+
+    Their parts may differ in size. What is decided by size must be the same on all of them nevertheless: they go through
+    units and flat groups together.
+    """
+    return param.numel() if shard is None or shard.axis != "tensor" else -(-shard.numel // tensor_ranks)
+
+
 def _divided(model: nn.Module) -> Iterator[tuple[nn.Parameter, TensorShard]]:
     for module in model.modules():
         for name, shard in getattr(module, "tensor_shards", {}).items():

@@ -50,7 +50,7 @@ class CodedWire:
     def of(self, spec: UnitSpec, param: nn.Parameter, dtype: torch.dtype, *, trained: bool, numel: int) -> Coded:
         """Return what of ``param``, which is in ``spec`` and kept in ``dtype``, is coded: of matrices with a whole block.
 
-        ``numel``: its elements on all tensor ranks together, so that they come to the same.
+        ``numel``: its elements, the same number on all tensor ranks.
 
         Gains of norms and biases are few, and a block would have them beside much smaller values.
         """

@@ -6,7 +6,7 @@ Only shapes are looked at. The model is not changed, and neither process groups 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
@@ -21,7 +21,7 @@ from ..distributed.device import CPU
 from ..distributed.layout import ALIGNMENT, PAGED, Layout, aligned_bytes, build_layout
 from ..distributed.replication import ALONE, Family, Replication
 from ..distributed.secondary import Secondary
-from ..distributed.tensor_shard import TensorShard, shards_of
+from ..distributed.tensor_shard import TensorShard, numel_on_a_rank, shards_of
 from ..distributed.topology import Topology
 from ..distributed.transports import reads_parts, reads_peers
 from ..errors import TopologyError
@@ -240,9 +240,12 @@ def _fills_pages(group: FlatGroupPlan) -> bool:
     return wide and not group.coded and layout.numel > 0 and layout.even and layout.sizes[0] % PAGED == 0
 
 
-def _whole_numel(param: nn.Parameter, shards: Mapping[int, TensorShard]) -> int:
-    """Return the elements of ``param`` on all tensor ranks together: parts may differ in size, but plans not."""
-    return shards[id(param)].numel if id(param) in shards else param.numel()
+def _has_large_states(format: StateFormat, numel: int) -> bool:
+    """True for a parameter whose states are much larger than those of others of its size, as an embedding's may be.
+
+    In a flat group with others, some ranks would have all of them.
+    """
+    return format is StateFormat.FP32 and numel >= APART_NUMEL
 
 
 @dataclass(frozen=True)
@@ -264,13 +267,13 @@ class _Planner:
 
     @cached_property
     def specs(self) -> list[UnitSpec]:
-        return choose_units(self.model, _unit_policy(self.config))
+        return choose_units(self.model, _unit_policy(self.config), self.topology.tensor)
 
     @cached_property
     def placements(self) -> list[Placement]:
         settings = self.config.zero_optimization
         return place_units(
-            [sum(param.numel() for _, param in spec.params if self._is_trained(param)) for spec in self.specs],
+            [sum(self._numel(param) for _, param in spec.params if self._is_trained(param)) for spec in self.specs],
             optimizer=not settings.offload_optimizer.is_off(),
             ratio=settings.offload_optimizer.ratio,
             params=not settings.offload_param.is_off(),
@@ -302,7 +305,7 @@ class _Planner:
     def plan(self) -> ShardingPlan:
         config, topology = self.config, self.topology
         overlap = _overlap(config, self.transport, topology)
-        count = _slot_count(config, overlap, [sum(p.numel() for _, p in spec.params) for spec in self.specs[1:]])
+        count = _slot_count(config, overlap, [sum(self._numel(p) for _, p in spec.params) for spec in self.specs[1:]])
         in_flight = _grad_slot_count(count, goes_on=overlap and not reads_peers(self.transport, topology))
         units = self._units(count if self.policy.share_param_slots else 0, in_flight if self.policy.share_grad_slots else 0)
         sharing = [units[index] for index in self.sharing]
@@ -350,11 +353,12 @@ class _Planner:
     def _by_kind(self, spec: UnitSpec) -> Iterator[_Members]:
         kinds: dict[tuple[torch.dtype, bool, Replication, bool, bool, Coded], _Members] = defaultdict(list)
         for name, param in spec.params:
-            replication, apart = self.replication_of(param), self._has_large_states(param)
+            has_formats = bool(self.raw.formats) and self._is_trained(param)
+            apart = has_formats and _has_large_states(self._format(param), self._numel(param))
             kind = (
                 self._dtype(param),
                 self._is_trained(param),
-                replication,
+                self.replication_of(param),
                 is_packed(param),
                 apart,
                 self._coded(spec, param),
@@ -369,18 +373,11 @@ class _Planner:
     def tensor_shards(self) -> dict[int, TensorShard]:
         return shards_of(self.model)
 
+    def _numel(self, param: nn.Parameter) -> int:
+        return numel_on_a_rank(param, self.tensor_shards.get(id(param)), self.topology.tensor)
+
     def _format(self, param: nn.Parameter) -> StateFormat:
         return self.raw.formats.get(id(param), StateFormat.FP32)
-
-    def _has_large_states(self, param: nn.Parameter) -> bool:
-        """True for a parameter whose states are much larger than those of others of its size, as an embedding's may be.
-
-        In a flat group with others, some ranks would have all of them.
-        """
-        apart = (
-            bool(self.raw.formats) and self._is_trained(param) and _whole_numel(param, self.tensor_shards) >= APART_NUMEL
-        )
-        return apart and self._format(param) is StateFormat.FP32
 
     @cached_property
     def wire(self) -> CodedWire:
@@ -391,8 +388,7 @@ class _Planner:
     def _coded(self, spec: UnitSpec, param: nn.Parameter) -> Coded:
         if self.replication_of(param).family is not Family.DENSE:
             return Coded()
-        numel = _whole_numel(param, self.tensor_shards)
-        return self.wire.of(spec, param, self._dtype(param), trained=self._is_trained(param), numel=numel)
+        return self.wire.of(spec, param, self._dtype(param), trained=self._is_trained(param), numel=self._numel(param))
 
     def _lay_out(self, spec: UnitSpec, members: _Members) -> FlatGroupPlan:
         params = [param for _, param in members]

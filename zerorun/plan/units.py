@@ -14,11 +14,12 @@ begins inside a leaf. One that is in no unit is one.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from ..distributed.tensor_shard import numel_on_a_rank, shards_of
 from ..errors import ConfigError, ConfigProblem
 from .weights import members, own_members, packed_buffers
 
@@ -76,12 +77,14 @@ class UnitSpec:
     shares_slots: bool = True  # False: an embedding or head, which keeps a slot of its own
 
 
-def choose_units(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
+def choose_units(module: nn.Module, policy: UnitPolicy, tensor_ranks: int = 1) -> list[UnitSpec]:
     """Cut ``module`` into units by ``policy``; the root unit comes first. Raises ConfigError for unknown classes.
+
+    ``tensor_ranks``: those that divide layers. All of them come to the same units.
 
     Parameters that stay apart (weights.py) are in no unit; of wrappers, their members are.
     """
-    specs = _with_leaves(module, _candidates(module, policy), policy.leaves)
+    specs = _with_leaves(module, _candidates(module, policy, tensor_ranks), policy.leaves)
     around: dict[int, set[int]] = defaultdict(set)
     for index, spec in enumerate(specs):
         for submodule in (submodule for part in spec.modules for submodule in part.modules()):
@@ -101,12 +104,12 @@ def choose_units(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
     return [root, *(spec for spec in specs if spec.params)]
 
 
-def _candidates(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
+def _candidates(module: nn.Module, policy: UnitPolicy, tensor_ranks: int) -> list[UnitSpec]:
     if policy.kind == "classes":
         return _by_class(module, policy.classes)
     if policy.kind == "size_based":
         found: list[UnitSpec] = []
-        _by_size(module, "", policy.numel, found, is_root=True)
+        _by_size(module, "", lambda part: _numel(part, tensor_ranks) >= policy.numel, found, is_root=True)
         return found
     blocks = repeated_blocks(module)
     if policy.kind == "by_block_group":
@@ -116,7 +119,7 @@ def _candidates(module: nn.Module, policy: UnitPolicy) -> list[UnitSpec]:
         taken = {id(part) for _, block in blocks for part in block.modules()}
         for name, part in module.named_modules():
             leaf = id(part) not in taken and part is not module and not list(part.children())
-            if leaf and has_forward(part) and _numel(part) >= policy.numel:
+            if leaf and has_forward(part) and _numel(part, tensor_ranks) >= policy.numel:
                 specs.append(UnitSpec(name, [part], shares_slots=False))
     return specs
 
@@ -130,7 +133,7 @@ def _with_leaves(module: nn.Module, specs: list[UnitSpec], leaves: LeafModules) 
     if not found:
         return specs
     taken = {id(part) for spec in specs for member in spec.modules for part in member.modules()}
-    apart = {name: part for name, part in found.items() if id(part) not in taken and _numel(part)}
+    apart = {name: part for name, part in found.items() if id(part) not in taken and _has_elements(part)}
     inside = {id(part) for leaf in apart.values() for part in leaf.modules()}
     for name, part in apart.items():
         if not has_forward(part):
@@ -141,8 +144,14 @@ def _with_leaves(module: nn.Module, specs: list[UnitSpec], leaves: LeafModules) 
     return sorted((spec for spec in kept if spec.modules), key=lambda spec: order[id(spec.modules[0])])
 
 
-def _numel(module: nn.Module) -> int:
-    return sum(param.numel() for param in module.parameters())
+def _numel(module: nn.Module, tensor_ranks: int) -> int:
+    shards = shards_of(module)
+    return sum(numel_on_a_rank(param, shards.get(id(param)), tensor_ranks) for param in module.parameters())
+
+
+def _has_elements(module: nn.Module) -> bool:
+    """True also where all of them are on other tensor ranks."""
+    return any(param.numel() for param in module.parameters()) or bool(shards_of(module))
 
 
 def _children(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
@@ -174,14 +183,14 @@ def _blocks(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[st
     elsewhere = is_list and any(getattr(child, "is_elsewhere", False) for child in module.children())
     cut = elsewhere or getattr(module, "is_cut", False)
     if cut or is_list:
-        counts = Counter(type(child) for _, child in children if _numel(child))
+        counts = Counter(type(child) for _, child in children if _has_elements(child))
         repeated = {kind for kind, count in counts.items() if count >= 2}
     if cut:
-        made = [child for _, child in children if any(_numel(part) for part in child.children())]
+        made = [child for _, child in children if any(_has_elements(part) for part in child.children())]
         repeated |= {type(child) for child in made if has_forward(child)}
     for name, child in children:
         seen.add(id(child))
-        if type(child) in repeated and _numel(child):
+        if type(child) in repeated and _has_elements(child):
             yield name, child
         else:
             yield from _blocks(child, f"{name}.", seen)
@@ -244,7 +253,7 @@ def _by_class(module: nn.Module, classes: Sequence[str]) -> list[UnitSpec]:
 
 
 def _without_forward(name: str, part: nn.Module, key: str = "zero_optimization.unit_policy") -> ConfigProblem:
-    inner = sorted({type(child).__name__ for _, child in _callable_members(part, "") if _numel(child)})
+    inner = sorted({type(child).__name__ for _, child in _callable_members(part, "") if _has_elements(child)})
     return ConfigProblem(
         key,
         type(part).__name__,
@@ -253,13 +262,15 @@ def _without_forward(name: str, part: nn.Module, key: str = "zero_optimization.u
     )
 
 
-def _by_size(module: nn.Module, prefix: str, numel: int, found: list[UnitSpec], *, is_root: bool) -> bool:
-    """Find the smallest modules with at least ``numel`` elements, bottom up. Return True if ``module`` contains a unit."""
+def _by_size(
+    module: nn.Module, prefix: str, is_large: Callable[[nn.Module], bool], found: list[UnitSpec], *, is_root: bool
+) -> bool:
+    """Find the smallest modules that are large, bottom up. Return True if ``module`` contains a unit."""
     before = len(found)
     holds = False
     for name, child in _children(module, prefix):
-        holds = _by_size(child, f"{name}.", numel, found, is_root=False) or holds
-    if not holds and not is_root and has_forward(module) and _numel(module) >= numel:
+        holds = _by_size(child, f"{name}.", is_large, found, is_root=False) or holds
+    if not holds and not is_root and has_forward(module) and is_large(module):
         found.insert(before, UnitSpec(prefix[:-1], [module]))
         return True
     return holds
