@@ -4716,4 +4716,12 @@ MUTANTS = (
         "            pass",
         ("tests/ranks/test_access.py", "-k", "edit_before_a_step_in_its_block"),
     ),
+    Mutant(
+        "copies-for-a-file-are-trained",
+        "stale",
+        "zerorun/deepspeed/helpers.py",
+        "        return item.detach().to(device, copy=True)",
+        "        return item.to(device, copy=True)",
+        ("tests/unit/test_deepspeed_mode.py", "-k", "named_tuples"),
+    ),
 )

@@ -6,13 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from harness import patience, start_ranks, start_script
 
 from zerorun.config.leniency import as_deepspeed_reads
 from zerorun.deepspeed import activation
+from zerorun.deepspeed.helpers import clone_tensors_for_torch_save, move_to_device
 from zerorun.deepspeed.surface import MISSING, SURFACE, missing_reason, target_of
 
 BEGIN = "import zerorun.deepspeed; zerorun.deepspeed.activate()\n"
@@ -585,3 +587,17 @@ print(isinstance(torch.ones(1).long(), device.LongTensor), hasattr(device, "NoSu
 """
     told = ["3 ['CUDA_VISIBLE_DEVICES'] {'CUDA_VISIBLE_DEVICES': '0,2'}", "torch.float32 True", "True False"]
     assert printed(BEGIN + text, tmp_path, ZERORUN_DEVICE="cpu") == told
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+    logits: list[torch.Tensor]
+
+
+def test_named_tuples_are_moved_and_copied_as_tuples() -> None:
+    value = Output(torch.ones(2, requires_grad=True), [torch.zeros(3)])
+    moved, cloned = move_to_device(value, "meta"), clone_tensors_for_torch_save(value)
+    assert type(moved) is type(cloned) is tuple
+    assert moved[0].is_meta and moved[1][0].is_meta
+    assert torch.equal(cloned[0], value.loss) and not cloned[0].requires_grad
+    assert cloned[1][0].data_ptr() != value.logits[0].data_ptr()

@@ -110,18 +110,20 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
     if isinstance(item, dict):
         return {key: move_to_device(value, device, criterion_func) for key, value in item.items()}
     if isinstance(item, (list, tuple)):
-        return type(item)([move_to_device(value, device, criterion_func) for value in item])
+        moved = [move_to_device(value, device, criterion_func) for value in item]
+        return moved if isinstance(item, list) else tuple(moved)
     return item
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
     """Return ``item`` with copies of its tensors on ``device``, for torch.save, which writes all that views are of."""
     if isinstance(item, torch.Tensor):
-        return item.detach().to(device, copy=True).requires_grad_(item.requires_grad)
+        return item.detach().to(device, copy=True)
     if isinstance(item, dict):
         return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
     if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+        cloned = [clone_tensors_for_torch_save(value, device) for value in item]
+        return cloned if isinstance(item, list) else tuple(cloned)
     return item
 
 
