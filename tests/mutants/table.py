@@ -4724,4 +4724,20 @@ MUTANTS = (
         "        return item.to(device, copy=True)",
         ("tests/unit/test_deepspeed_mode.py", "-k", "named_tuples"),
     ),
+    Mutant(
+        "whole-weights-go-into-parts",
+        "rank",
+        "zerorun/deepspeed/parameters.py",
+        "            changed[name] = parts.part(tensor, value.detach())",
+        "            changed[name] = value.detach()",
+        ("tests/ranks/test_access.py", "-k", "tensor_ranks_divide_them"),
+    ),
+    Mutant(
+        "packed-buffers-take-no-values",
+        "swallowed",
+        "zerorun/zero/state_dicts.py",
+        "        for name, param in (*module.named_parameters(remove_duplicate=False), *packed_buffers(module).items()):",
+        "        for name, param in module.named_parameters(remove_duplicate=False):",
+        ("tests/ranks/test_access.py", "-k", "placeholders_of_buffers"),
+    ),
 )

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,10 @@ import torch
 import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
-from models import Gpt, Place, token_loss, tokens
+from models import Gpt, Place, reset, token_loss, tokens
+from quantised import build as quantised_model
+from test_parallel_matrix import batch_of
+from test_parallel_matrix import build as build_divided
 from torch import nn
 from training import make_config, read_slowly, shared_topology
 
@@ -27,6 +31,7 @@ from zerorun.distributed.layout import ALIGNMENT
 from zerorun.errors import CheckpointError, ModelError, ReleasedParameterError, ZerorunError
 from zerorun.zero import GatheredParameters, Init
 from zerorun.zero.init import part_of
+from zerorun.zero.placeholders import UnsavedPlaceholder
 
 
 class OwnInit(nn.Module):
@@ -614,6 +619,87 @@ def test_the_mode_loads_weights_into_an_engine(stage: int, precision: str) -> No
     expected = run_ranks(2, trained_from, stage, precision, False)
     found = run_ranks(2, trained_from, stage, precision, True)
     for rank in (0, 1):
+        assert all(torch.equal(expected[0][name], value) for name, value in found[rank].items())
+
+
+def loaded_quantised(kind: str, stage: int) -> None:
+    """Loads weights, placeholders and names of another model into quantised layers. They are frozen."""
+    wanted, config = quantised_model(kind, seed=1).state_dict(), make_config(stage)
+    engine = zerorun.initialize(quantised_model(kind), config, topology=shared_topology())
+    show_placeholders(engine)
+    before, shown = engine.state_dict(), module_state_dict(engine)
+    load_module_state_dict(engine, shown)
+    placeholders = [name for name, value in shown.items() if isinstance(value, UnsavedPlaceholder)]
+    assert any("base" in name for name in placeholders) == (stage == 3)  # those of quantised layers, too
+    for stranger in (shown[name] for name in placeholders[:1]):
+        load_module_state_dict(engine, {"elsewhere": stranger}, strict=False)
+        with pytest.raises(RuntimeError, match=r'Unexpected key.*"elsewhere"'):
+            load_module_state_dict(engine, {**shown, "elsewhere": stranger})
+        with pytest.raises(CheckpointError, match="elsewhere: only one of the model and the dict"):
+            load_module_state_dict(engine, {**shown, "elsewhere": stranger}, allowed_missing_keys=[])
+        name, other = placeholders[0], torch.empty(3).as_subclass(UnsavedPlaceholder)
+        with pytest.raises(RuntimeError, match=f"size mismatch for {name}"):
+            load_module_state_dict(engine, {**shown, name: other})
+    assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+    load_module_state_dict(engine, wanted)
+    assert all(torch.equal(wanted[name], value) for name, value in engine.state_dict().items())
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("kind", ["buffers", "integers"])
+def test_the_mode_loads_quantised_weights_into_an_engine(kind: str, stage: int) -> None:
+    """Those in buffers are divided as parameters are; a KeyError came of their placeholders."""
+    run_ranks(2, loaded_quantised, kind, stage)
+
+
+def buffers_outside_a_block() -> None:
+    engine = zerorun.initialize(quantised_model("buffers"), make_config(3), topology=shared_topology())
+    name = next(name for name, _ in engine.module.named_buffers() if name.endswith("qweight"))
+    with pytest.raises(ReleasedParameterError, match=f"has a value for '{name}'"):
+        engine.module.load_state_dict({name: torch.zeros(1)}, strict=False)
+    engine.destroy()
+
+
+def test_a_load_into_placeholders_of_buffers_is_refused() -> None:
+    """Before anything is loaded; torch's own error spoke of memory locations."""
+    run_ranks(2, buffers_outside_a_block)
+
+
+def trained_on_tensor_ranks(model: str, stage: int, loaded: bool) -> dict[str, torch.Tensor]:
+    """The weights after a step from the same ones, which the model had from the start, or which were ``loaded``."""
+    module = build_divided(model).bfloat16().float()  # values that weights have in both precisions
+    other = reset(copy.deepcopy(module), seed=7).bfloat16().float()  # masters keep digits where a weight stays the same
+    wanted = {name: value.clone() for name, value in module.state_dict().items()}
+    config = make_config(stage, precision="bf16", tensor_parallel={"size": 2})
+    engine = zerorun.initialize(other if loaded else module, config)
+    show_placeholders(engine)
+    if loaded:
+        before, divided = engine.state_dict(), engine.sharded_model.parts.shards
+        name = next(name for name, param in engine.module.named_parameters() if id(param) in divided)
+        part = dict(engine.module.named_parameters())[name]
+        for wrong in (torch.zeros(part.shape), torch.zeros(3)):  # what this rank has, and of another model
+            with pytest.raises(CheckpointError, match=f"the value for '{re.escape(name)}' is .*Nothing was loaded"):
+                load_module_state_dict(engine, {"module": {name: wrong}}, strict=False)
+        with pytest.raises(CheckpointError, match="elsewhere: only one of the model and the dict"):
+            load_module_state_dict(engine, {**wanted, "elsewhere": wanted[name]}, allowed_missing_keys=[])
+        assert all(torch.equal(before[name], value) for name, value in engine.state_dict().items())
+        load_module_state_dict(engine, {"module": wanted})
+    engine.backward(engine(**batch_of(0, 0, 0)).loss)
+    engine.step()
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("model", ("llama", "gpt2"))
+@pytest.mark.parametrize("stage", (1, 3))
+def test_the_mode_loads_whole_weights_where_tensor_ranks_divide_them(model: str, stage: int) -> None:
+    """Each rank takes its part, and only of what is whole."""
+    expected = run_ranks(4, trained_on_tensor_ranks, model, stage, False)
+    found = run_ranks(4, trained_on_tensor_ranks, model, stage, True)
+    for rank in range(4):
         assert all(torch.equal(expected[0][name], value) for name, value in found[rank].items())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,21 @@ def test_a_part_is_not_saved_as_the_model(tensor: int, pipe: int, tmp_path: Path
     for text in run_ranks(2, save_a_part, tensor, pipe, str(tmp_path)):
         assert "parts of the model" in text
         assert "engine.state_dict()" in text
+
+
+def pickle_a_part(keys: dict[str, Any]) -> str:
+    engine = zerorun.initialize(build("llama"), merged(make_config(0), keys))
+    with pytest.raises(ReleasedParameterError) as found:
+        torch.save(engine.module, io.BytesIO())
+    engine.destroy()
+    torch.save(engine.module, io.BytesIO())
+    return str(found.value)
+
+
+@pytest.mark.parametrize("keys", ({"tensor_parallel": {"size": 2}}, {"sequence_parallel_size": 2}))
+def test_a_part_is_not_pickled_as_the_model(keys: dict[str, Any]) -> None:
+    for text in run_ranks(2, pickle_a_part, keys):
+        assert "Remedy: save engine.state_dict()" in text
 
 
 def optimizers_of_whole_parameters() -> list[tuple[str, str]]:

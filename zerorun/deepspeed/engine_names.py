@@ -18,7 +18,7 @@ from ..errors import CheckpointError, ConfigError, ConfigProblem
 from ..log import listed, logger
 from ..optim.loss_scaler import DTYPES
 from .mpu import group_along
-from .parameters import loading
+from .parameters import loading, tensors_by_name
 from .surface import MISSING, missing_reason
 
 # -- questions -----------------------------------------------------------------------------------------------------
@@ -154,16 +154,17 @@ def load_module_state_dict(
 ) -> None:
     """Load what ``module_state_dict`` returned, or a dict that has it as ``module``. All ranks must call it at stage 3.
 
-    Parameters that are divided are whole on each rank for the time, and get the values of rank 0; both arguments that say
-    which ones have no effect. Where the dict has a placeholder, as of ``module_state_dict`` at stage 3, the parameter keeps
-    its value. ``allowed_missing_keys``: with ``strict``, names that may be missing. Raises RuntimeError, as
-    ``load_state_dict`` of a module does, for names and shapes of another model, and ConfigError for a ``custom_load_fn``.
+    What stage 3 divides is whole on each rank for the time, and gets the values of rank 0; both arguments that say which
+    parameters have no effect. Where tensor ranks divide a parameter, each takes its part of the whole value. Where the dict
+    has a placeholder, as of ``module_state_dict`` at stage 3, the parameter keeps its value. ``allowed_missing_keys``: with
+    ``strict``, names that may be missing. Raises RuntimeError, as ``load_state_dict`` of a module does, for names and
+    shapes of another model, and ConfigError for a ``custom_load_fn``.
     """
     _refuse_load_fn("load_module_state_dict", custom_load_fn)
     inside = checkpoint.get("module")
     state = inside if isinstance(inside, Mapping) else checkpoint
     if strict and allowed_missing_keys is not None:
-        own = engine.module.state_dict().keys()
+        own = tensors_by_name(engine).keys()
         wrong = (own - state.keys() - set(allowed_missing_keys)) | (state.keys() - own)
         if wrong:
             raise CheckpointError(
@@ -172,7 +173,7 @@ def load_module_state_dict(
                 "model returned."
             )
         strict = False
-    with loading(engine.module, state) as values:
+    with loading(engine, state) as values:
         engine.module.load_state_dict(values, strict=strict)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ..engine.engine import Engine
-from ..errors import ConfigError, ConfigProblem
+from ..errors import CheckpointError, ConfigError, ConfigProblem
 from ..log import warn_once
 from ..plan.weights import inside, packed_buffers
 from ..zero.access import GatheredParameters, Shown, owned_part
@@ -198,17 +198,48 @@ class MarkPlaceholders(ModuleHook):
                 state[prefix + name] = placeholder(param).as_subclass(UnsavedPlaceholder)
 
 
-@contextmanager
-def loading(module: nn.Module, state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """In the block, parameters of which ``state`` has values are whole, and get those of rank 0 at its end.
+def tensors_by_name(engine: Engine) -> dict[str, torch.Tensor]:
+    """The parameters and buffers of the model themselves, by the names that they have in its state dict."""
+    with engine.runtime.guard.allowing_state_dict():
+        found = engine.module.state_dict(keep_vars=True)
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
-    Yields ``state`` without its placeholders: it has the parameters themselves there. All ranks must call it.
+
+@contextmanager
+def loading(engine: Engine, state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """In the block, what stage 3 divides and ``state`` has values of is whole, and gets those of rank 0 at its end.
+
+    Yields ``state`` as the module loads it: instead of placeholders it has the parameters and packed buffers themselves,
+    and of parameters that tensor ranks divide this rank's parts, where they are not whole. Names and placeholders of
+    another model stay in it, for the module to refuse. Raises CheckpointError for a value that is not that of a whole
+    parameter, where tensor ranks divide it. All ranks must call it.
     """
-    params = dict(module.named_parameters(remove_duplicate=False))
-    shown = {name: params[name] for name, value in state.items() if isinstance(value, UnsavedPlaceholder)}
-    away = [param for name, param in params.items() if name in state and name not in shown and _is_away(param)]
+    parts, away, changed = engine.sharded_model.parts, list[torch.Tensor](), dict[str, torch.Tensor]()
+    for name, tensor in tensors_by_name(engine).items():
+        if name not in state:
+            continue
+        value, shard = state[name], parts.shards.get(id(tensor))
+        shape = tuple(tensor.shape if shard is None else shard.shape)
+        is_whole = isinstance(value, torch.Tensor) and tuple(value.shape) == shape
+        if shard is not None and not is_whole:
+            raise _not_whole(name, value, shape)
+        if is_whole and isinstance(value, UnsavedPlaceholder):
+            changed[name] = tensor
+        elif any(_is_away(member) for _, member in inside(tensor)):
+            away.append(tensor)
+        elif shard is not None:
+            changed[name] = parts.part(tensor, value.detach())
     with GatheredBlock(away, modifier_rank=0) if away else nullcontext():
-        yield {**state, **shown} if shown else state
+        yield {**state, **changed} if changed else state
+
+
+def _not_whole(name: str, value: Any, shape: tuple[int, ...]) -> CheckpointError:
+    given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+    return CheckpointError(
+        f"load_module_state_dict(): the value for {name!r} is {given}, and not a tensor of shape {shape}. Tensor ranks "
+        "divide this parameter, and each takes its part of the whole value. Nothing was loaded. Remedy: give every rank "
+        "whole values, as engine.state_dict() of this model returns them."
+    )
 
 
 def _is_away(tensor: torch.Tensor) -> bool:

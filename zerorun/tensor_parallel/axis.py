@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 from math import prod
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from ..distributed.topology import Topology
 from ..distributed.transport.connect import connect_axis
 from ..distributed.transport.statistics import CommunicationStatistics
 from ..distributed.transport.transport import Transport
+from ..errors import ReleasedParameterError
 from ..plan.forwards import uncompiled
 
 
@@ -60,6 +61,13 @@ class TransportAxis:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TransportAxis:
         return self  # copies of a module talk to the same ranks
+
+    def __reduce__(self) -> NoReturn:
+        raise ReleasedParameterError(
+            "a module whose layers or sequences are divided over ranks can neither be pickled nor saved by torch.save: it "
+            "would be found without the other ranks. Remedy: save engine.state_dict(), or call engine.destroy() first, on "
+            "all ranks."
+        )
 
     @uncompiled
     def all_reduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ReleasedParameterError
-from ..plan.weights import inside, own_members
+from ..plan.weights import inside, own_members, packed_buffers
 from .away import WEIGHTS
 from .flat_group import TrainedGroup, take_weight
 from .runtime import ModuleHook, Removable
@@ -115,7 +115,7 @@ class Adoption(ModuleHook):
 
     def refuse_placeholders(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
         """Raise ReleasedParameterError if ``state`` has values for placeholders in ``module`` or inside it."""
-        for name, param in module.named_parameters(remove_duplicate=False):
+        for name, param in (*module.named_parameters(remove_duplicate=False), *packed_buffers(module).items()):
             given = state.get(prefix + name)
             if given is None or given is param:  # which stays as it is
                 continue
