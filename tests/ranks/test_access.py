@@ -8,6 +8,7 @@ import io
 import math
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -482,6 +483,54 @@ def test_an_edit_before_a_step_in_its_block_is_an_error_on_all_ranks(
     for told, _ in answers:
         assert ("leave the block before step()" in told) is first
     assert ("head.weight" in answers[1][0]) is first
+
+
+class Peeking(torch.optim.SGD):
+    """It has a method that torch's optimizers do not have, and its step may fail."""
+
+    fails = False
+
+    def eval(self) -> int:
+        return len(self.param_groups)
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            raise ArithmeticError("the optimizer's own")
+        return super().step(closure)
+
+
+def edited_where_nothing_comes(stage: int, how: str) -> list[float]:
+    """The least and the largest element of a weight that rank 1 has changed before what brings no new values."""
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = Peeking(model.parameters(), lr=0.1)
+    engine = zerorun.initialize(model, make_config(stage), optimizer=optimizer, topology=shared_topology())
+    weight = engine.module.head.weight
+    stepped(engine, 5)
+    block = GatheredParameters([weight], 1)
+    with block, block if how == "entered twice" else nullcontext():
+        if dist.get_rank() == 1:
+            weight.data.fill_(0.25)
+        if how == "eval":
+            optimizer.eval()
+        elif how == "failing step":
+            optimizer.fails = True
+            with pytest.raises(ArithmeticError):
+                stepped(engine, 6)
+            optimizer.fails = False
+    found = engine.state_dict()["head.weight"]
+    with GatheredParameters([weight], 1):  # which the block before does not hold any more
+        assert torch.equal(weight.detach(), found)
+    engine.destroy()
+    return [found.min().item(), found.max().item()]
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("how", ["eval", "failing step", "entered twice"])
+def test_edits_count_where_no_new_values_come(stage: int, how: str) -> None:
+    """They were noted, and undone, for a method of the optimizer that changes nothing, or a step that fails."""
+    assert run_ranks(2, edited_where_nothing_comes, stage, how) == [[0.25, 0.25]] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -27,6 +27,7 @@ from ..plan.units import stored_name
 from ..plan.weights import as_bytes, inner_tensors
 from ..zero.flat_group import TrainedGroup
 from ..zero.pieces import OptimizerPiece
+from ..zero.sharded_model import may_change
 from ..zero.sharded_optimizer import ShardedOptimizer
 from .block_states import decoded, is_coded, is_scale_set, keeps_blocks, scale_shard, scales
 from .frozen_base import refuse_other_base, sums_of_parts
@@ -198,32 +199,31 @@ class ModelLoader:
         """Read weights, masters and buffers. Collective."""
         subject = self.subject
         subject.model.make_ready()
-        for block in subject.model.blocks:
-            block.note_edits(subject.model)
-        subject.comm.fence()
-        ranks.gather(None)  # from here on no rank reads another's shards
-        subject.model.runtime.gathers.evict_all()
-        subject.model.runtime.reducer.forget_residuals()
-        reads = [read for name, home in self.inventory.homes.items() for read in self._weight_reads(name, home)]
-        buffers, _ = self.inventory.buffers()
-        own, copies = own_buffers(self.reader, subject.topology), []
-        for name, buffer in (*self.inventory.kept_apart().items(), *buffers.items()):
-            stored = self.find(name)
-            if stored is not None:
-                flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
-                kind, place = (BUFFER, own[stored]) if stored in own else (MODEL, stored)
-                reads.append(Read(kind, place, 0, flat))
-                copies.append((buffer, flat))
-        self.reader.fetch(reads, ranks)
-        self._convert_all()
-        for buffer, flat in copies:
-            buffer.copy_(flat.view(buffer.shape))
-        ranks.agree(attempt(lambda: self._require_scales(buffers))[1])
-        if subject.optimizer is not None:
-            subject.optimizer.write_back()
-        wide = [r for r in reads if r.set == MODEL and r.out.dtype == torch.float64]
-        self.reader.fetch(wide, ranks)  # fp64 weights are more precise than their masters
-        subject.model.publish()
+        with may_change(subject.model):
+            subject.comm.fence()
+            ranks.gather(None)  # from here on no rank reads another's shards
+            subject.model.runtime.gathers.evict_all()
+            subject.model.runtime.reducer.forget_residuals()
+            reads = [read for name, home in self.inventory.homes.items() for read in self._weight_reads(name, home)]
+            buffers, _ = self.inventory.buffers()
+            own, copies = own_buffers(self.reader, subject.topology), []
+            for name, buffer in (*self.inventory.kept_apart().items(), *buffers.items()):
+                stored = self.find(name)
+                if stored is not None:
+                    flat = torch.empty(buffer.numel(), dtype=buffer.dtype)
+                    kind, place = (BUFFER, own[stored]) if stored in own else (MODEL, stored)
+                    reads.append(Read(kind, place, 0, flat))
+                    copies.append((buffer, flat))
+            self.reader.fetch(reads, ranks)
+            self._convert_all()
+            for buffer, flat in copies:
+                buffer.copy_(flat.view(buffer.shape))
+            ranks.agree(attempt(lambda: self._require_scales(buffers))[1])
+            if subject.optimizer is not None:
+                subject.optimizer.write_back()
+            wide = [r for r in reads if r.set == MODEL and r.out.dtype == torch.float64]
+            self.reader.fetch(wide, ranks)  # fp64 weights are more precise than their masters
+            subject.model.publish()
 
     def _require_scales(self, buffers: dict[str, torch.Tensor]) -> None:
         """Raise CheckpointError if a layer computes the scales of its packed weight anew instead of taking those loaded."""

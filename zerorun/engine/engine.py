@@ -33,7 +33,7 @@ from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
 from ..zero.placeholders import released_parameter
 from ..zero.runtime import ModelPart
-from ..zero.sharded_model import ShardedModel
+from ..zero.sharded_model import ShardedModel, may_change
 from ..zero.unit import links_of
 from .accumulation import Accumulation, ScaledBackward, check_loss, refuse_no_backward, running, samples_of_step
 from .compilation import show_compilation
@@ -340,8 +340,9 @@ class Engine(CurvatureTaking):
         self.refuse_failed()
 
     def _apply(self, decision: Decision, summary: Summary) -> None:
-        self.sharded_model.update(decision.coefficient, unused=summary.unused)
-        self.sharded_model.publish()
+        with may_change(self.sharded_model):
+            self.sharded_model.update(decision.coefficient, unused=summary.unused)
+            self.sharded_model.publish()
 
     # -- what a loop may ask -------------------------------------------------------------------------------------
 

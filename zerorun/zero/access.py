@@ -286,6 +286,7 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._held: list[Shown] = []
         self._lost: list[tuple[ShardedModel, str]] = []  # what was changed before a step or a load in the block, by name
+        self._undone: list[tuple[Shown, torch.Tensor]] = []  # what was changed, while a step or a load may bring new values
         self._has_shown_new = False
         self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # made inside Init, and in no engine yet
         self._being_made: list[torch.Tensor] = []  # made in an Init block that is still open: whole by turns
@@ -305,8 +306,8 @@ class GatheredParameters:
             exchanges = model.runtime.plan.shares_params or bool(model.parts.shards) or self._modifier_rank is not None
             if exchanges:
                 compare_request(model, "GatheredParameters", [repr(home.name) for _, home in members])
-        self._held = list(self._show(found))
-        for model, _ in groupby(found, lambda pair: pair[0]):
+        self._held += self._show(found)  # a block may be entered again while it is open, and then holds nothing more
+        for model in {id(model): model for model, _ in found}.values():
             model.blocks.append(self)
         _open.add(self)
 
@@ -352,13 +353,24 @@ class GatheredParameters:
         return sorted(found.values(), key=lambda pair: (pair[0].number, pair[1].place))
 
     def note_edits(self, model: ShardedModel) -> None:
-        """The weights of ``model`` are going to get new values from others than this block: what it has changed is lost."""
+        """The weights of ``model`` may get new values from others than this block, which begin without what it has changed.
+
+        Either ``show_new`` or ``put_back`` follows.
+        """
         for shown in (shown for shown in self._held if shown.model is model):
             now = _value_now(shown.home, shown.param, shown.value)
             if now.shape == shown.value.shape and not self._is_lost(shown, now):
                 continue
-            self._lost.append((model, shown.home.name))
+            self._undone.append((shown, now.clone()))
             self._undo(shown)
+
+    def put_back(self, model: ShardedModel) -> None:
+        """The weights of ``model`` have got no new values since ``note_edits``: what this block has changed counts."""
+        for shown, edit in (undone for undone in self._undone if undone[0].model is model):
+            if shown.is_own and shown.value.shape == edit.shape:
+                with torch.no_grad():
+                    shown.value.copy_(edit)
+        self._undone = [undone for undone in self._undone if undone[0].model is not model]
 
     def show_new(self, model: ShardedModel, param: torch.Tensor | None = None) -> None:
         """The weights of ``model``, or that of ``param`` alone, have got new values from others than this block."""
@@ -367,12 +379,14 @@ class GatheredParameters:
             shown.param.data = _own_value(shown.home)
         new = {id(shown.param): shown for shown in self._show((model, shown.home) for shown in stale)}
         self._held = [new.get(id(shown.param), shown) for shown in self._held]
+        self._lost += [(model, shown.home.name) for shown, _ in self._undone if id(shown.param) in new]
+        self._undone = [undone for undone in self._undone if id(undone[0].param) not in new]
         self._has_shown_new = True
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         edited, reshaped = self._release_unsettled(keep=kind is None), self._reshaped() if kind is None else []
         lost = self._lost_anywhere() if kind is None else []
-        for model, _ in groupby(self._held, lambda shown: shown.model):
+        for model in {id(shown.model): shown.model for shown in self._held}.values():
             model.blocks.remove(self)
         _open.discard(self)
         for shown in self._held:

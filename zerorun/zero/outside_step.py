@@ -24,7 +24,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ..errors import StepError
-from .sharded_model import ShardedModel
+from .sharded_model import ShardedModel, may_change
 from .sharded_optimizer import ShardedOptimizer
 
 _TENSOR: Any = torch.Tensor
@@ -63,10 +63,12 @@ class OutsideStep:
         return watched
 
     def _call(self, name: str, method: Callable[[], Any]) -> Any:
-        comm, together = self._model.comm, name in self._together
         self._model.make_ready()
-        for block in self._model.blocks:
-            block.note_edits(self._model)
+        with may_change(self._model):
+            return self._called(name, method)
+
+    def _called(self, name: str, method: Callable[[], Any]) -> Any:
+        comm, together = self._model.comm, name in self._together
         if together:
             comm.fence()
         before, reads = self._versions(), _Reads(piece.tensor for piece in self._sharded.pieces)

@@ -151,7 +151,11 @@ class OpenBlock(Protocol):
     """A block in which a script has full values of parameters, and may change them."""
 
     def note_edits(self, model: ShardedModel) -> None:
-        """The weights of ``model`` are going to get new values from others than this block. All ranks must call it."""
+        """The weights of ``model`` may get new values from others than this block. All ranks must call it."""
+        ...
+
+    def put_back(self, model: ShardedModel) -> None:
+        """The weights of ``model`` have got all new values that they get since ``note_edits``, or none."""
         ...
 
     def show_new(self, model: ShardedModel, param: torch.Tensor | None = None) -> None:
@@ -248,8 +252,6 @@ class ShardedModel:
             unit.finish_gather()  # nobody on this rank waited for it, but it may still read the shard
         for look in self.before_update:
             look()
-        for block in self.blocks:
-            block.note_edits(self)
         self.optimizer.update(coefficient, unused=unused, order=self.runtime.gathers.forward_order())
 
     def publish(self) -> None:
@@ -366,6 +368,18 @@ class ShardedModel:
                 self.comm.sum_over_axis([owned_gradient(flat_group) for flat_group in members], axis)
             for flat_group in members:
                 flat_group.gradient_changed()
+
+
+@contextmanager
+def may_change(model: ShardedModel) -> Iterator[None]:
+    """In the block, weights may get new values from others than the script. What it has changed counts if they do not."""
+    for block in model.blocks:
+        block.note_edits(model)
+    try:
+        yield
+    finally:
+        for block in model.blocks:
+            block.put_back(model)
 
 
 def newest_topology() -> Topology | None:
