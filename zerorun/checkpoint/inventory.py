@@ -186,8 +186,7 @@ class Inventory:
 
     def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """(persistent buffers by name, what modules return from get_extra_state by name)."""
-        with self.subject.model.runtime.guard.allowing_state_dict():
-            everything = self.subject.module.state_dict(keep_vars=True)
+        everything = self.subject.model.runtime.guard.own_state_dict(self.subject.module)
         found: dict[str, torch.Tensor] = {}
         extra: dict[str, Any] = {}
         seen: dict[int, str] = {}

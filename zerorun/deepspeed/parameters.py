@@ -200,8 +200,7 @@ class MarkPlaceholders(ModuleHook):
 
 def tensors_by_name(engine: Engine) -> dict[str, torch.Tensor]:
     """The parameters and buffers of the model themselves, by the names that they have in its state dict."""
-    with engine.runtime.guard.allowing_state_dict():
-        found = engine.module.state_dict(keep_vars=True)
+    found = engine.runtime.guard.own_state_dict(engine.module)
     return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 

@@ -91,8 +91,7 @@ def full_state_dict(model: ShardedModel, *, keep: bool = True, exact: bool = Fal
                     values[id(param)] = whole.to("cpu", copy=True)
     if not keep:
         return {}
-    with model.runtime.guard.allowing_state_dict():
-        found = model.module.state_dict(keep_vars=True)
+    found = model.runtime.guard.own_state_dict(model.module)
 
     def value_of(tensor: torch.Tensor) -> torch.Tensor:
         return values[id(tensor)] if id(tensor) in values else tensor.detach().to("cpu", copy=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -98,12 +97,11 @@ class ScriptGuard:
         self._units, self._on_cpu = units, on_host(device)
         self._passes = 0
 
-    @contextmanager
-    def allowing_state_dict(self) -> Iterator[None]:
-        """Inside, ``module.state_dict()`` gives the parameters as they are."""
+    def own_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Return the state dict of ``module`` with the parameters and buffers themselves, as they are."""
         self.state_dict_allowed = True
         try:
-            yield
+            return module.state_dict(keep_vars=True)
         finally:
             self.state_dict_allowed = False
 
