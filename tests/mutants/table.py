@@ -4701,6 +4701,22 @@ MUTANTS = (
         ("tests/ranks/test_access.py", "-k", "block_in_a_block"),
     ),
     Mutant(
+        "a-block-keeps-parameters-after-destroy",
+        "stale",
+        "zerorun/zero/sharded_model.py",
+        "            block.let_go(self)",
+        "            pass",
+        ("tests/ranks/test_access.py", "-k", "destroy_in_a_block"),
+    ),
+    Mutant(
+        "destroy-takes-edits-of-an-open-block-for-weights",
+        "order",
+        "zerorun/zero/access.py",
+        "        block.note_edits(model)",
+        "        pass",
+        ("tests/ranks/test_access.py", "-k", "destroy_in_a_block"),
+    ),
+    Mutant(
         "a-block-stores-what-was-there-before-a-step-in-it",
         "stale",
         "zerorun/zero/sharded_model.py",

@@ -542,6 +542,77 @@ def test_an_edit_before_a_load_in_a_block_for_reading_is_an_error(stage: int, tm
     assert "'head.weight'" in answers[1][0] and "modifier_rank=0" in answers[1][0]
 
 
+def destroyed_in_a_block(stage: int, modifier: int | None, edits: bool, anew: bool) -> list[Any]:
+    """What is said of a block in which rank 1 may edit before destroy(); weights that changed; one of the next engine."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(Gpt(), make_config(stage), topology=shared_topology())
+    model, told = engine.module, ""
+    stepped(engine, 5)
+    before = engine.state_dict()
+    try:
+        with GatheredParameters(list(model.parameters()), modifier):
+            if edits and dist.get_rank() == 1:
+                model.head.weight.data.fill_(0.25)
+            engine.destroy()
+            differing = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+            if anew:
+                engine = zerorun.initialize(model, make_config(stage), topology=shared_topology())
+                stepped(engine, 6)
+    except ReleasedParameterError as error:
+        told = str(error)
+    if not anew:
+        differing += [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+        engine = zerorun.initialize(model, make_config(stage), topology=shared_topology())
+        stepped(engine, 6)
+    stepped(engine, 7)
+    found = engine.state_dict()["head.weight"].clone()
+    engine.destroy()
+    return [told, differing, found]
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize(("modifier", "edits"), [(None, False), (1, False), (1, True)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_destroy_in_a_block_gives_the_weights_back(stage: int, modifier: int | None, edits: bool, anew: bool) -> None:
+    """The block's end took the parameters for the engine's still, and gave them what stands for released ones: NaN."""
+    answers = run_ranks(2, destroyed_in_a_block, stage, modifier, edits, anew)
+    assert torch.equal(answers[0][2], answers[1][2])
+    assert bool(answers[0][2].isfinite().all())
+    for told, differing, _ in answers:
+        assert not differing
+        assert bool(told) is edits
+        if edits:
+            assert "leave the block before" in told and "destroy()" in told
+    if edits:
+        assert "head.weight" in answers[1][0]
+
+
+@pytest.mark.parametrize("modifier", [None, 0])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_engine_is_not_made_in_a_block_with_its_parameters(stage: int, modifier: int | None) -> None:
+    for told, kept in run_ranks(2, made_in_a_block, stage, modifier):
+        assert "'0.weight'" in told and "leave the block before" in told
+        assert kept == (0.25 if modifier == 0 else 1.0)
+
+
+def made_in_a_block(stage: int, modifier: int | None) -> tuple[str, float]:
+    """The error of initialize() in a block of a model made in ``Init``, and a weight of the engine made after it."""
+    with Init():
+        model = nn.Sequential(nn.Linear(4, 4))
+        nn.init.ones_(model[0].weight)
+    with GatheredParameters(list(model.parameters()), modifier):
+        with pytest.raises(ModelError) as found:
+            zerorun.initialize(model, make_config(stage), topology=shared_topology())
+        if modifier is not None:
+            model[0].weight.data.fill_(0.25 + dist.get_rank())
+    engine = zerorun.initialize(model, make_config(stage), topology=shared_topology())
+    weight = engine.state_dict()["0.weight"]
+    engine.destroy()
+    assert len(set(weight.flatten().tolist())) == 1
+    return str(found.value), weight[0, 0].item()
+
+
 def blocks_in_blocks(stage: int, outer: int | None, inner: int | None, kind: Callable[..., Any]) -> tuple[str, list[Any]]:
     """The error of a block with ``inner`` in one with ``outer``, where each rank would edit; a weight after it, by rank."""
     torch.manual_seed(0)

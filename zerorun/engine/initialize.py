@@ -77,6 +77,7 @@ from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_e
 from ..startup.parallelized_model import ParallelizedModel
 from ..startup.shared_memory import refuse_shared_memory
 from ..watch.board import Phase, board, during, limit_waits
+from ..zero.access import refuse_open_blocks
 from ..zero.builder import build, map_shards
 from ..zero.disks import open_disk
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
@@ -157,6 +158,7 @@ def initialize(
         if isinstance(model, nn.Module):
             refuse_managed(model)
             refuse_shared_parameters(model)
+            refuse_open_blocks(model)
         return take_in(model, config, args, *given)
 
     wanted, raw = _agree(read)

@@ -17,7 +17,7 @@ from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..log import listed
 from ..ops.state_format import keep_state, wide_state
 from ..optim.parts import PartsOptimizer
-from ..plan.weights import follow_memory, followers, inside, rebuilt
+from ..plan.weights import follow_memory, followers, inside, named_members, rebuilt
 from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup, TrainedGroup, fresh_gradient, rounded, take_weight
 from .init import Held, Init, divide_again, hold, take_values
@@ -138,6 +138,8 @@ def restore_module(model: ShardedModel, *, exact: bool = False, as_given: bool =
     runtime = model.runtime
     with contextlib.suppress(OrderError):  # that ranks went different ways was raised before, or does no harm any more
         runtime.comm.fence()
+    for block in model.blocks:
+        block.note_edits(model)
     for unit in model.units:
         for flat_group in unit.flat_groups:
             flat = _exact(model, unit, flat_group) if exact else _weights(runtime, unit, flat_group)
@@ -268,8 +270,8 @@ class GatheredParameters:
     whole stays so, and until it gets a value the next step or save raises ReleasedParameterError. An error in the block is
     to be raised on all ranks, or to end the program: ranks that go on wait at the end of the block for the others.
 
-    A step or a load inside the block counts: the block shows the new values from then on. What a block had changed before
-    that is not kept, and its end raises ReleasedParameterError, with ``modifier_rank`` on all ranks alike.
+    A step, a load or destroy() inside the block counts: the block shows the new values from then on. What a block had
+    changed before that is not kept, and its end raises ReleasedParameterError, with ``modifier_rank`` on all ranks alike.
     """
 
     def __init__(
@@ -287,6 +289,7 @@ class GatheredParameters:
         self._lost: list[tuple[ShardedModel, str]] = []  # what was changed before a step or a load in the block, by name
         self._undone: list[tuple[Shown, torch.Tensor]] = []  # what was changed, while a step or a load may bring new values
         self._has_shown_new = False
+        self._dropped: list[str] = []  # what was changed before destroy() in the block, by name
         self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # made inside Init, and in no engine yet
         self._being_made: list[torch.Tensor] = []  # made in an Init block that is still open: whole by turns
 
@@ -382,6 +385,15 @@ class GatheredParameters:
         self._undone = [undone for undone in self._undone if id(undone[0].param) not in new]
         self._has_shown_new = True
 
+    def let_go(self, model: ShardedModel) -> None:
+        """The parameters of ``model`` are ordinary ones, which this block has nothing to do with any more. Collective."""
+        lost = [name for of, name in self._lost if of is model]
+        lost += [shown.home.name for shown, _ in self._undone if shown.model is model]
+        self._dropped += self._of_all_ranks(model, lost)
+        self._held = [shown for shown in self._held if shown.model is not model]
+        self._lost = [(of, name) for of, name in self._lost if of is not model]
+        self._undone = [undone for undone in self._undone if undone[0].model is not model]
+
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         edited, reshaped = self._release_unsettled(keep=kind is None), self._reshaped() if kind is None else []
         lost = self._lost_anywhere() if kind is None else []
@@ -402,7 +414,7 @@ class GatheredParameters:
                 edited.append(home.name)
                 self._undo(shown)
             param.data = _own_value(home)
-        self._held, self._lost, self._has_shown_new = [], [], False
+        self._held, self._lost, self._dropped, self._has_shown_new = [], [], [], False
         if reshaped:
             raise ModelError(
                 f"shapes were changed inside GatheredParameters(...): {', '.join(reshaped)}. These parameters are as "
@@ -411,9 +423,9 @@ class GatheredParameters:
         if lost and self._modifier_rank is not None:
             raise ReleasedParameterError(
                 f"parameters {listed(lost)} were changed inside GatheredParameters(..., modifier_rank="
-                f"{self._modifier_rank}), and a step or a load in the same block has then given the model new values, "
-                "which stay. No change of the block is kept. Remedy: leave the block before step(), train_batch() or "
-                "load_checkpoint()."
+                f"{self._modifier_rank}), and a step, a load or destroy() came after that in the same block, whose values "
+                "stay. No change of the block is kept. Remedy: leave the block before step(), train_batch(), "
+                "load_checkpoint() or destroy()."
             )
         if edited or lost:
             self._refuse([*lost, *edited])
@@ -473,8 +485,8 @@ class GatheredParameters:
         return found
 
     def _lost_anywhere(self) -> list[str]:
-        """Return which changes were lost to a step or a load in the block, on all ranks as ``_reshaped`` does."""
-        found: list[str] = []
+        """Return which changes were lost to what came after them in the block, on all ranks as ``_reshaped`` does."""
+        found = list(self._dropped)
         for model, _ in groupby(self._held if self._has_shown_new else [], lambda shown: shown.model):
             found += self._of_all_ranks(model, [name for of, name in self._lost if of is model])
         return list(dict.fromkeys(found))
@@ -499,6 +511,20 @@ class GatheredParameters:
         for held, _ in unsettled:
             held.put_back()
         return edited
+
+
+def refuse_open_blocks(module: nn.Module) -> None:
+    """Raise ModelError if a block of GatheredParameters is open that has parameters of ``module``, made in ``Init``.
+
+    An engine would take values that the block's end drops, and its end would take the engine's parameters for its own.
+    """
+    names = {id(tensor): name for name, tensor in named_members(module)}
+    found = [repr(names[id(h.param)]) for block in _open for h, _ in block._unsettled if id(h.param) in names]
+    if found:
+        raise ModelError(
+            f"initialize() inside a block of GatheredParameters(...) that has the parameters {listed(found)}. Remedy: "
+            "leave the block before; what it changes with modifier_rank is kept. After initialize(), open another one."
+        )
 
 
 def _own_value(home: ParameterHome) -> torch.Tensor:

@@ -162,6 +162,10 @@ class OpenBlock(Protocol):
         """The weights of ``model``, or that of ``param`` alone, have got new values. Collective."""
         ...
 
+    def let_go(self, model: ShardedModel) -> None:
+        """The parameters of ``model`` are ordinary ones from now on, since ``note_edits``. Collective."""
+        ...
+
 
 _numbers = itertools.count()  # of engines
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
@@ -209,7 +213,10 @@ class ShardedModel:
         self.__class__ = kind
 
     def forget(self) -> None:
-        """Forget this model: its parameters belong to the module again."""
+        """Forget this model: its parameters belong to the module again. Collective."""
+        for block in self.blocks:
+            block.let_go(self)
+        self.blocks.clear()
         _models.discard(self)
 
     def close(self) -> None:
