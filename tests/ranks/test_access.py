@@ -570,7 +570,7 @@ def destroyed_in_a_block(stage: int, modifier: int | None, edits: bool, anew: bo
     return [told, differing, found]
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize(("modifier", "edits"), [(None, False), (1, False), (1, True)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -307,6 +307,7 @@ def test_a_checkpoint_continues_with_the_same_rounding(tmp_path: Any) -> None:
     assert all(run_ranks(2, interrupted, quantised(), str(tmp_path), None))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("reset", [1024, 3, 2])
 @pytest.mark.parametrize(("stage", "ranks_per_host"), [(3, 2), (2, 1)])
 def test_what_was_left_out_is_saved(stage: int, ranks_per_host: int, reset: int, tmp_path: Any) -> None:

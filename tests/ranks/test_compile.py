@@ -201,7 +201,7 @@ BACKWARDS = ("engine", "plain", "scaled", "two backwards")
     by_day(
         product((3, 2, 1, 0), BACKWARDS, ("fp32", "fp16"), ("none", "full", "selective")),
         *((3, "engine", "fp32", "none"), (3, "plain", "fp32", "full"), (1, "scaled", "fp16", "none")),
-        *((2, "two backwards", "fp32", "selective"), (0, "plain", "fp16", "none")),
+        (2, "two backwards", "fp32", "selective"),
     ),
 )
 def test_a_script_may_compile_a_whole_step(stage: int, way: str, precision: str, policy: str) -> None:

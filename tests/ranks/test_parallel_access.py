@@ -86,7 +86,7 @@ def look_at_partly_frozen(model: str, stage: int) -> None:
         torch.testing.assert_close(dict(module.named_parameters()), expected, rtol=0, atol=0)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", ("llama", "gpt2"))
 @pytest.mark.parametrize("stage", (0, 3))
 def test_ranks_ask_for_whole_values_in_the_same_order_whatever_is_frozen(model: str, stage: int) -> None:
