@@ -1356,7 +1356,7 @@ MUTANTS = (
         "zerorun/pipeline/p2p.py",
         "                flat = flat.clone()",
         "                pass",
-        ("tests/ranks/test_parallel_access.py::test_a_buffer_may_change_after_it_was_handed_on",),
+        ("tests/ranks/test_messages_ahead.py::test_what_was_sent_may_change",),
     ),
     Mutant(
         "coefficient-of-the-last-step",

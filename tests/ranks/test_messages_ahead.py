@@ -47,6 +47,25 @@ def test_what_is_like_the_last_message_travels_ahead() -> None:
     assert run_ranks(2, travel_ahead)[1] == [False, False, True, True]
 
 
+def change_what_was_sent() -> list[float]:
+    """What rank 1 gets of a buffer that rank 0 changes before the message can leave, because nobody waits for it yet."""
+    carried, buffer, found = p2p(), torch.zeros(8), []
+    for number in range(3):
+        if dist.get_rank() == 0:
+            carried.send(buffer, 1, ACTIVATIONS)
+            buffer.fill_(number + 1.0)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            found += set(carried.receive(0, ACTIVATIONS).tolist())
+    carried.finish()
+    return found
+
+
+def test_what_was_sent_may_change() -> None:
+    """As a layer changes its buffer in the next micro-batch, while the next stage is busy with this one."""
+    assert run_ranks(2, change_what_was_sent)[1] == [0.0, 1.0, 2.0]
+
+
 def alone_before() -> bool:
     """Rank 0 has made couriers of a group of its own, which rank 1 knows nothing of."""
     if dist.get_rank() == 0:
