@@ -4701,6 +4701,14 @@ MUTANTS = (
         ("tests/ranks/test_access.py", "-k", "block_in_a_block"),
     ),
     Mutant(
+        "whole-values-go-into-parts",
+        "remedy",
+        "zerorun/zero/state_dicts.py",
+        "            elif self._is_whole_of_a_part(param, given):",
+        "            elif False:",
+        ("tests/ranks/test_state_dicts_of_parts.py", "-k", "into_divided_layers"),
+    ),
+    Mutant(
         "a-block-keeps-parameters-after-destroy",
         "stale",
         "zerorun/zero/sharded_model.py",

@@ -287,6 +287,28 @@ def test_state_dicts_of_divided_layers_have_no_parts() -> None:
         assert not whole[0] and not in_a_block[0]
 
 
+def load_whole_into_divided_layers(stage: int) -> tuple[tuple[str, str], list[str], list[str]]:
+    """What a load of the whole state says; names that have changed by it; and those that a load in a block gave not."""
+    engine = engine_of(stage, 2, 1)
+    before = engine.state_dict()
+    wanted = {name: value + 1.0 if value.is_floating_point() else value for name, value in before.items()}
+    told = attempt(lambda: engine.module.load_state_dict(wanted))
+    changed = [name for name, value in engine.state_dict().items() if not torch.equal(value, before[name])]
+    with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+        engine.module.load_state_dict(wanted)
+    missed = [name for name, value in engine.state_dict().items() if not torch.equal(value, wanted[name])]
+    engine.destroy()
+    return told, changed, missed
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_whole_values_are_loaded_into_divided_layers_in_a_block(stage: int) -> None:
+    """Torch told of a mismatch of sizes, after some values had been loaded."""
+    for told, changed, missed in run_ranks(2, load_whole_into_divided_layers, stage):
+        assert told[0] == "ReleasedParameterError" and "Nothing was loaded" in told[1] and "modifier_rank=0" in told[1]
+        assert not changed and not missed
+
+
 def layers_of_stages() -> list[tuple[str, str]]:
     engine = engine_of(1, 1, 2)
     model = engine.module.whole_model.model

@@ -114,18 +114,29 @@ class Adoption(ModuleHook):
         self._before: dict[int, torch.Tensor] = {}  # by id(parameter), where the master itself is overwritten
 
     def refuse_placeholders(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
-        """Raise ReleasedParameterError if ``state`` has values for placeholders in ``module`` or inside it."""
+        """Raise ReleasedParameterError if ``state`` has values for placeholders, or whole ones for parts of this rank."""
         for name, param in (*module.named_parameters(remove_duplicate=False), *packed_buffers(module).items()):
             given = state.get(prefix + name)
             if given is None or given is param:  # which stays as it is
                 continue
             if any(_is_placeholder(self._model, tensor) for _, tensor in inside(param)):
-                raise ReleasedParameterError(
-                    f"load_state_dict() at stage 3 has a value for {name!r}, of which only a placeholder is on this rank. "
-                    "Nothing was loaded. Remedy: call it inside `with zerorun.zero.GatheredParameters("
-                    "list(module.parameters()), modifier_rank=0):`, on all ranks; or zerorun.load_pretrained(model, dir) "
-                    "before initialize()."
-                )
+                here = f"load_state_dict() at stage 3 has a value for {name!r}, of which only a placeholder is on this rank"
+            elif self._is_whole_of_a_part(param, given):
+                here = f"load_state_dict() has the whole value of {name!r}, of which each tensor rank has a part"
+            else:
+                continue
+            raise ReleasedParameterError(
+                f"{here}. Nothing was loaded. Remedy: call it inside `with zerorun.zero.GatheredParameters("
+                "list(module.parameters()), modifier_rank=0):`, on all ranks; or zerorun.load_pretrained(model, dir) "
+                "before initialize()."
+            )
+
+    def _is_whole_of_a_part(self, param: torch.Tensor, given: Any) -> bool:
+        """Whether tensor ranks divide ``param``, no block has it whole, and ``given`` is the whole value."""
+        shard = self._model.parts.shards.get(id(param))
+        if shard is None or id(param) in self._model.runtime.guard.held or not isinstance(given, torch.Tensor):
+            return False
+        return tuple(given.shape) == tuple(shard.shape) != tuple(param.shape)
 
     def begin(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
         """``module`` is going to load its own parameters, those that ``state`` has."""
