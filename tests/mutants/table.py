@@ -3879,7 +3879,7 @@ MUTANTS = (
     Mutant(
         "what-is-overwritten-is-compared-with-itself",
         "stale",
-        "zerorun/zero/access.py",
+        "zerorun/zero/gathered_parameters.py",
         "            compares = self._modifier_rank is not None and home.flat_group.rest is not None",
         "            compares = False",
         ("tests/ranks/test_state_dicts_of_parts.py", "-k", "keep_their_digits"),
@@ -3887,7 +3887,7 @@ MUTANTS = (
     Mutant(
         "half-done-edits-stay",
         "swallowed",
-        "zerorun/zero/access.py",
+        "zerorun/zero/gathered_parameters.py",
         "                self._undo(shown)  # no new values are kept",
         "                pass",
         ("tests/ranks/test_access.py::test_a_block_that_ends_in_an_error_leaves_no_trace",),
@@ -4567,7 +4567,7 @@ MUTANTS = (
     Mutant(
         "edits-of-readers-are-forgotten",
         "swallowed",
-        "zerorun/zero/access.py",
+        "zerorun/zero/gathered_parameters.py",
         "            self._spoil(shown)",
         "            pass",
         ("tests/ranks/test_access.py", "-k", "block_for_reading"),
@@ -4695,7 +4695,7 @@ MUTANTS = (
     Mutant(
         "a-block-in-a-block-loses-its-edits",
         "stale",
-        "zerorun/zero/access.py",
+        "zerorun/zero/gathered_parameters.py",
         "        self._refuse_nested()",
         "        pass",
         ("tests/ranks/test_access.py", "-k", "block_in_a_block"),
@@ -4767,7 +4767,7 @@ MUTANTS = (
     Mutant(
         "edits-are-lost-where-nothing-new-comes",
         "swallowed",
-        "zerorun/zero/access.py",
+        "zerorun/zero/gathered_parameters.py",
         "                    shown.value.copy_(edit)",
         "                    pass",
         ("tests/ranks/test_access.py", "-k", "no_new_values_come"),

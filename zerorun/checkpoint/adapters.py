@@ -32,7 +32,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..plan.units import stored_name
-from ..zero.access import GatheredParameters
+from ..zero.gathered_parameters import GatheredParameters
 from .inventory import Inventory, TensorPart
 from .ranks import Ranks, attempt, leads_stage
 from .read import Reader

@@ -19,7 +19,8 @@ from ..engine.engine import Engine
 from ..errors import CheckpointError, ConfigError, ConfigProblem
 from ..log import warn_once
 from ..plan.weights import inside, packed_buffers
-from ..zero.access import GatheredParameters, Shown, owned_part
+from ..zero.access import owned_part
+from ..zero.gathered_parameters import GatheredParameters, Shown
 from ..zero.init import InitState, state_in_init
 from ..zero.placeholders import UnsavedPlaceholder, placeholder
 from ..zero.runtime import ModuleHook, Runtime

@@ -77,9 +77,9 @@ from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_e
 from ..startup.parallelized_model import ParallelizedModel
 from ..startup.shared_memory import refuse_shared_memory
 from ..watch.board import Phase, board, during, limit_waits
-from ..zero.access import refuse_open_blocks
 from ..zero.builder import build, map_shards
 from ..zero.disks import open_disk
+from ..zero.gathered_parameters import refuse_open_blocks
 from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
 from ..zero.leaf_modules import mark_chosen
 from ..zero.matrix_updates import MatrixUpdates

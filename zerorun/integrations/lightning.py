@@ -32,7 +32,7 @@ from ..config.source import read_source
 from ..engine.engine import Engine
 from ..engine.initialize import initialize
 from ..errors import CheckpointError, ConfigError, ConfigProblem, StepError
-from ..zero.access import GatheredParameters
+from ..zero.gathered_parameters import GatheredParameters
 
 _CLIPPING = 'say the norm to Trainer(gradient_clip_val=...), or as "gradient_clipping" in the file, and leave out the call.'
 _BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"

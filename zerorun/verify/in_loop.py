@@ -16,7 +16,7 @@ from ..distributed.device import CPU, on_device
 from ..distributed.transport.world import gather_values
 from ..errors import StepError
 from ..plan.units import repeated_blocks
-from ..zero.access import GatheredParameters
+from ..zero.gathered_parameters import GatheredParameters
 from ..zero.gradients import reduce_all
 from . import sharded
 from .explain import axis_at, described, first_of_ranks

@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
-    from .access import GatheredParameters as GatheredParameters
     from .access import safe_get_full_fp32_param as safe_get_full_fp32_param
     from .access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
     from .access import safe_get_local_fp32_param as safe_get_local_fp32_param
@@ -20,6 +19,7 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
     from .edits import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
     from .external_parameters import register_external_parameter as register_external_parameter
     from .external_parameters import unregister_external_parameter as unregister_external_parameter
+    from .gathered_parameters import GatheredParameters as GatheredParameters
     from .gradients import full_gradients as full_gradients
     from .gradients import gradient_norms as gradient_norms
     from .gradients import safe_get_full_grad as safe_get_full_grad
@@ -34,11 +34,12 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
     from .tiling import TiledLinear as TiledLinear
 
 _FILES = {
-    "access": "GatheredParameters safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_local_fp32_param "
+    "access": "safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_local_fp32_param "
     "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state",
     "edits": "safe_set_full_grad safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized",
     "external_parameters": "register_external_parameter unregister_external_parameter",
+    "gathered_parameters": "GatheredParameters",
     "gradients": "full_gradients gradient_norms safe_get_full_grad safe_get_local_grad",
     "init": "Init",
     "leaf_modules": "get_z3_leaf_modules set_z3_leaf_modules set_z3_leaf_modules_by_name set_z3_leaf_modules_by_suffix "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ModelError
-from .access import GatheredParameters
+from .gathered_parameters import GatheredParameters
 
 
 class Tile(nn.Linear):
