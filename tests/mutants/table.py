@@ -4709,6 +4709,22 @@ MUTANTS = (
         ("tests/ranks/test_state_dicts_of_parts.py", "-k", "into_divided_layers"),
     ),
     Mutant(
+        "passes-overwrite-what-a-block-shows",
+        "stale",
+        "zerorun/zero/flat_group.py",
+        "            if entry not in self._kept:",
+        "            if True:",
+        ("tests/ranks/test_access.py", "-k", "passes_in_a_block"),
+    ),
+    Mutant(
+        "a-block-in-a-forward-takes-the-weight-away",
+        "order",
+        "zerorun/zero/gathered_parameters.py",
+        "    home.flat_group.let_go(home.entry, unsharded=home.unit.unsharded)",
+        "    home.flat_group.let_go(home.entry, unsharded=home.unit.resident)",
+        ("tests/ranks/test_access.py", "-k", "block_in_its_forward"),
+    ),
+    Mutant(
         "a-block-keeps-parameters-after-destroy",
         "stale",
         "zerorun/zero/sharded_model.py",

@@ -64,6 +64,7 @@ class FlatGroup:
             param.data = view
         # The placeholders that the parameters show while they are resharded, and the elements behind them.
         self.marks, self.loud = placeholders(self.params)
+        self._kept: set[int] = set()  # entries, see ``keep``
 
     @property
     def layout(self) -> Layout:
@@ -125,13 +126,26 @@ class FlatGroup:
 
     def unshard(self) -> None:
         """Make the parameters views of the slot."""
-        for param, view in zip(self.params, self.views, strict=True):
-            param.data = view
+        self._show(self.views)
 
     def reshard(self) -> None:
         """Make the parameters loud placeholders."""
-        for param, loud in zip(self.params, self.loud, strict=True):
-            param.data = loud
+        self._show(self.loud)
+
+    def _show(self, tensors: Sequence[torch.Tensor]) -> None:
+        for entry, (param, tensor) in enumerate(zip(self.params, tensors, strict=True)):
+            if entry not in self._kept:
+                param.data = tensor
+
+    def keep(self, entry: int, value: torch.Tensor) -> None:
+        """Let the parameter ``entry`` be ``value`` until ``let_go``, also while layers run: a block of a script has it."""
+        self.params[entry].data = value
+        self._kept.add(entry)
+
+    def let_go(self, entry: int, *, unsharded: bool) -> None:
+        """Let the parameter ``entry`` be a view of the slot if its unit is ``unsharded``, and else a loud placeholder."""
+        self._kept.discard(entry)
+        self.params[entry].data = (self.views if unsharded else self.loud)[entry]
 
     def forget_gradients(self) -> None:
         """Start the next step without gradients. Frozen parameters may have one, too."""

@@ -136,7 +136,7 @@ class GatheredParameters:
             is_own = home.unit.resident and value is view and not compares
             if not is_own:
                 value = value.clone()
-                managed.data = value
+                home.flat_group.keep(home.entry, value)
             before = value.clone() if is_own and self._is_copied(model) else None
             model.runtime.guard.held.add(id(managed))
             yield Shown(model, home, managed, value, _checksum(value), is_own, before)
@@ -152,7 +152,7 @@ class GatheredParameters:
         Either ``show_new`` or ``put_back`` follows.
         """
         for shown in (shown for shown in self._held if shown.model is model):
-            now = _value_now(shown.home, shown.param, shown.value)
+            now = shown.param.detach()
             if now.shape == shown.value.shape and not self._is_lost(shown, now):
                 continue
             self._undone.append((shown, now.clone()))
@@ -170,7 +170,7 @@ class GatheredParameters:
         """The weights of ``model``, or that of ``param`` alone, have got new values from others than this block."""
         stale = [shown for shown in self._held if shown.model is model and (param is None or shown.param is param)]
         for shown in stale:
-            shown.param.data = _own_value(shown.home)
+            _let_go(shown.home)
         new = {id(shown.param): shown for shown in self._show((model, shown.home) for shown in stale)}
         self._held = [new.get(id(shown.param), shown) for shown in self._held]
         self._lost += [(model, shown.home.name) for shown, _ in self._undone if id(shown.param) in new]
@@ -195,7 +195,7 @@ class GatheredParameters:
         for shown in self._held:
             model, home, param, value = shown[:4]
             model.runtime.guard.held.discard(id(param))
-            now = _value_now(home, param, value)
+            now = param.detach()
             if reshaped or (lost and self._modifier_rank is not None) or kind is not None:
                 self._undo(shown)  # no new values are kept
             elif self._modifier_rank is not None:
@@ -205,7 +205,7 @@ class GatheredParameters:
             elif self._is_lost(shown, now):
                 edited.append(home.name)
                 self._undo(shown)
-            param.data = _own_value(home)
+            _let_go(home)
         self._held, self._lost, self._dropped, self._has_shown_new = [], [], [], False
         if reshaped:
             raise ModelError(
@@ -271,7 +271,7 @@ class GatheredParameters:
             changed = [
                 f"{home.name!r} from {tuple(value.shape)} to {tuple(now.shape)}"
                 for _, home, param, value, *_ in members
-                if (now := _value_now(home, param, value)).shape != value.shape
+                if (now := param.detach()).shape != value.shape
             ]
             found += self._of_all_ranks(model, changed)
         return found
@@ -319,18 +319,9 @@ def refuse_open_blocks(module: nn.Module) -> None:
         )
 
 
-def _own_value(home: ParameterHome) -> torch.Tensor:
-    """What the parameter at ``home`` shows outside of blocks, while its unit is not unsharded."""
-    return home.flat_group.views[home.entry] if home.unit.resident else home.flat_group.loud[home.entry]
-
-
-def _value_now(home: ParameterHome, param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value``, which ``param`` was given for a block, or the tensor by which the script has replaced it.
-
-    If a layer ran inside the block, ``param`` shows its own view or placeholder again; then ``value`` counts.
-    """
-    own = (home.flat_group.views[home.entry], *home.flat_group.loud[home.entry : home.entry + 1])
-    return value if param.data_ptr() in [tensor.data_ptr() for tensor in own] else param.detach()
+def _let_go(home: ParameterHome) -> None:
+    """Let the parameter at ``home`` be what it is outside of blocks."""
+    home.flat_group.let_go(home.entry, unsharded=home.unit.unsharded)
 
 
 def _take_from(model: ShardedModel, rank: int, whole: torch.Tensor) -> None:
