@@ -4725,6 +4725,14 @@ MUTANTS = (
         ("tests/ranks/test_access.py", "-k", "block_in_its_forward"),
     ),
     Mutant(
+        "divided-layers-run-with-whole-parameters",
+        "swallowed",
+        "zerorun/zero/runtime.py",
+        "        self.guard.refuse_joined()",
+        "        pass",
+        ("tests/ranks/test_parallel_access.py", "-k", "do_not_run_with_whole"),
+    ),
+    Mutant(
         "a-block-keeps-parameters-after-destroy",
         "stale",
         "zerorun/zero/sharded_model.py",

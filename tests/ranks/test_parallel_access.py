@@ -65,6 +65,28 @@ def test_one_rank_changes_parameters_of_a_divided_model(stage: int, modifier: in
         torch.testing.assert_close(weights, dict(model.state_dict()), rtol=0, atol=0)
 
 
+def pass_in_a_block(stage: int) -> tuple[tuple[str, str], bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    plan = {"0": "colwise", "2": "rowwise"}
+    engine = zerorun.initialize(model, make_config(stage, tensor_parallel={"size": 2, "plan": plan}))
+    before = engine(torch.ones(2, 8)).detach()
+    with GatheredParameters(list(engine.module.parameters())):
+        told = attempt(lambda: engine.module(torch.ones(2, 8)))
+    with GatheredParameters([engine.module[2].bias]):  # which each rank has
+        same = torch.equal(engine(torch.ones(2, 8)), before)
+    engine.destroy()
+    return told, same
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_divided_layers_do_not_run_with_whole_parameters(stage: int) -> None:
+    """Where no shape was wrong, the sum over ranks was twice what it should be."""
+    for told, same in run_ranks(2, pass_in_a_block, stage):
+        assert told[0] == "ModelError" and "'0.weight'" in told[1] and "leave the block before" in told[1]
+        assert same
+
+
 def partly_frozen(model: str, seed: int) -> nn.Module:
     module, chosen = build(model), torch.Generator().manual_seed(seed)
     for param in module.parameters():

@@ -139,6 +139,8 @@ class GatheredParameters:
                 home.flat_group.keep(home.entry, value)
             before = value.clone() if is_own and self._is_copied(model) else None
             model.runtime.guard.held.add(id(managed))
+            if id(managed) in model.parts.shards:
+                model.runtime.guard.joined[id(managed)] = repr(home.name)
             yield Shown(model, home, managed, value, _checksum(value), is_own, before)
 
     def _managed(self) -> list[tuple[ShardedModel, ParameterHome]]:
@@ -195,6 +197,7 @@ class GatheredParameters:
         for shown in self._held:
             model, home, param, value = shown[:4]
             model.runtime.guard.held.discard(id(param))
+            model.runtime.guard.joined.pop(id(param), None)
             now = param.detach()
             if reshaped or (lost and self._modifier_rank is not None) or kind is not None:
                 self._undo(shown)  # no new values are kept

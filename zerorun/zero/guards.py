@@ -85,12 +85,14 @@ class AddedParameters:
 class ScriptGuard:
     """Finds what a script does with parameters that would be lost, or is not what it seems.
 
-    ``held``: ids of parameters inside a GatheredParameters block. ``state_dict_allowed``: though it has placeholders, which
+    ``held``: ids of parameters inside a GatheredParameters block; ``joined``: id -> name of those of them that tensor ranks
+    divide, and that are whole there. ``state_dict_allowed``: though it has placeholders, which
     whoever asks puts full values for; ``placeholders_shown``: to the script, too. ``added``: what the module has got since.
     """
 
     def __init__(self, module: nn.Module, units: list[Unit], device: torch.device) -> None:
         self.held: set[int] = set()
+        self.joined: dict[int, str] = {}
         self._frozen = [(name, param) for name, param in module.named_parameters() if not param.requires_grad]
         self.state_dict_allowed = self.placeholders_shown = False
         self.added = AddedParameters(module)
@@ -125,6 +127,14 @@ class ScriptGuard:
                     f"parameter {name!r} was written to where only a placeholder of it is on this rank, so the values are "
                     f"lost. Remedy: {_BY_COPY}."
                 )
+
+    def refuse_joined(self) -> None:
+        """Raise ModelError if a pass would run divided layers with whole parameters: each rank would compute all."""
+        if self.joined:
+            raise ModelError(
+                f"a forward inside a block of GatheredParameters(...) that has {listed(sorted(self.joined.values()))}: "
+                "tensor ranks divide these parameters, and cannot run with all of each. Remedy: leave the block before."
+            )
 
     def refuse_thawed(self) -> None:
         """Parameters that were frozen when room for gradients and optimizer states was made would never be updated."""

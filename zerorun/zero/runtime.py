@@ -410,6 +410,7 @@ class Runtime:
     # -- forward -------------------------------------------------------------------------------------------------
 
     def _begin_forward(self, entry: Unit, *, watched: bool = True) -> ExecutionTrace:
+        self.guard.refuse_joined()
         if not self.reads.is_watching:
             self.guard.look()
         if self.made.states.away:
