@@ -118,7 +118,9 @@ class ScriptGuard:
                 if id(param) not in self.held:
                     raise ModelError(
                         f"parameter {name!r} was given another tensor after initialize(), by param.data = ... or by a call "
-                        f"like model.half() or model.to(...); its optimizer does not know. Remedy: {_BY_COPY}."
+                        "like model.half() or model.to(...), which Trainer makes for bf16_full_eval and fp16_full_eval; "
+                        f"its optimizer does not know. Remedy: {_BY_COPY}; to compute in 16 bits, set bf16 or fp16 in the "
+                        "configuration."
                     )
         self._passes += 1
         if self._on_cpu or self._passes <= _LOOKED_AT:
