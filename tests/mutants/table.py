@@ -2636,7 +2636,7 @@ MUTANTS = (
         "moments-begin-afresh-in-silence",
         "swallowed",
         "zerorun/checkpoint/load.py",
-        "            if group is not None and stored is None and known in there:",
+        "            if group is not None and stored is None and known in there and 0 not in shape:",
         "            if False:",
         ("tests/ranks/test_half_loaded.py::test_moments_of_what_was_frozen_begin_afresh_only_if_asked",),
     ),
@@ -4795,5 +4795,13 @@ MUTANTS = (
         "                    shown.value.copy_(edit)",
         "                    pass",
         ("tests/ranks/test_access.py", "-k", "no_new_values_come"),
+    ),
+    Mutant(
+        "what-has-no-elements-counts-as-frozen",
+        "stale",
+        "zerorun/checkpoint/inventory.py",
+        "            if plan.trainable and (0 in home.shape or plan.owned_run(home.entry) is not None):",
+        "            if plan.trainable and plan.owned_run(home.entry) is not None:",
+        ("tests/ranks/test_checkpoint_contents.py", "-k", "without_elements"),
     ),
 )

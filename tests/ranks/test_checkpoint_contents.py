@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import time
 import weakref
 from pathlib import Path
@@ -24,7 +25,8 @@ from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHead
 import zerorun
 from zerorun.checkpoint import gather, ranks
 from zerorun.checkpoint import save as saving
-from zerorun.checkpoint.manifest import read_manifest
+from zerorun.checkpoint.cli.verify import check
+from zerorun.checkpoint.manifest import MANIFEST, read_manifest
 from zerorun.errors import CheckpointError, ModelError, StepError
 from zerorun.zero.placeholders import tensors_in
 
@@ -339,6 +341,68 @@ def test_weights_that_are_not_trained_have_the_digits_of_masters(stage: int, fro
     for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         for found in run_ranks(2, load_untrained, str(tmp_path), stage, frozen, precision):
             assert all(torch.equal(value.to(dtype), exact[name].to(dtype)) for name, value in found.items())
+
+
+class WithNothing(nn.Module):
+    """One of its parameters has no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.nothing = nn.Linear(4, 4), nn.Parameter(torch.empty(0, 4))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.linear(values) + self.nothing.sum()
+
+
+def engine_with_nothing(stage: int) -> zerorun.Engine:
+    torch.manual_seed(stage)
+    return zerorun.initialize(WithNothing(), make_config(stage, precision="bf16"))
+
+
+def save_nothing(folder: str) -> None:
+    for stage in (0, 3):
+        engine = engine_with_nothing(stage)
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+        engine.save_checkpoint(Path(folder) / f"{dist.get_world_size()} ranks, stage {stage}", tag="here")
+        engine.destroy()
+
+
+def load_nothing(folder: str) -> list[str]:
+    """What is said of each checkpoint that cannot be loaded at some stage."""
+    said = []
+    for stage in (0, 3):
+        engine = engine_with_nothing(stage)
+        for path in sorted(Path(folder).iterdir()):
+            try:
+                engine.load_checkpoint(path)
+            except CheckpointError as error:
+                said.append(str(error))
+        engine.backward(engine(torch.ones(2, 4)).square().mean())
+        engine.step()
+        engine.destroy()
+    return said
+
+
+def test_parameters_without_elements_load_in_every_layout(tmp_path: Path) -> None:
+    """All layouts write the same of them, and load what versions wrote that knew them in no parameter group."""
+    for world in (1, 2):
+        run_ranks(world, save_nothing, str(tmp_path))
+    found = []
+    for path in sorted(tmp_path.iterdir()):
+        assert not check(path / "here").problems
+        manifest = read_manifest(path / "here")
+        assert manifest.optimizer is not None
+        found.append((manifest.parameters, manifest.optimizer["scalars"]))
+    assert all(one == found[0] for one in found)
+    groups = {name: entry["group"] for name, entry in found[0][0].items()}
+    assert groups == {"linear.weight": 0, "linear.bias": 0, "nothing": 0}
+    older = shutil.copytree(tmp_path / "2 ranks, stage 3", tmp_path / "older")
+    manifest = read_manifest(older / "here")
+    manifest.parameters["nothing"]["group"] = None
+    (older / "here" / MANIFEST).write_text(manifest.to_text())
+    for world in (1, 2):
+        assert run_ranks(world, load_nothing, str(tmp_path)) == [[]] * world
 
 
 # -- disks of their own ------------------------------------------------------------------------------------------

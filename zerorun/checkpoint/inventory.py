@@ -244,9 +244,13 @@ class Inventory:
         return found
 
     def groups(self) -> dict[str, int]:
-        """Return name -> optimizer group, for the parameters that this rank updates."""
-        names = {(id(home.flat_group), home.entry): name for name, home in self.homes.items()}
-        return {names[id(piece.flat_group), run.entry]: piece.group for piece in self._pieces() for run in piece.runs}
+        """Return name -> optimizer group, for the parameters that this rank updates, and trained ones without elements."""
+        found = {}
+        for name, home in self.homes.items():
+            plan = home.flat_group.plan
+            if plan.trainable and (0 in home.shape or plan.owned_run(home.entry) is not None):
+                found[name] = plan.optimizer_groups[home.entry]
+        return found
 
     def _pieces(self) -> list[OptimizerPiece]:
         return self.subject.optimizer.pieces if self.subject.optimizer is not None else []

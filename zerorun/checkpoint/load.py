@@ -389,15 +389,16 @@ class ModelLoader:
         """Raise CheckpointError if a parameter is in another group than it was: it would get the hyperparameters of others.
 
         A schedule has a state for each group, by its number. So they are not put in another order. One that was in none was
-        frozen, and has no state: that must be allowed.
+        frozen, and has no state: that must be allowed. One without elements never has a state, and earlier versions knew it
+        in none where several ranks divided it.
         """
         manifest = self.reader.manifest
         there = {name: entry["group"] for name, entry in manifest.parameters.items()} if manifest else {}
         thawed: list[str] = []
-        for name in self.model.shapes:
+        for name, shape in self.model.shapes.items():
             known = self.find(name) or name
             group, stored = groups.get(name), there.get(known)
-            if group is not None and stored is None and known in there:
+            if group is not None and stored is None and known in there and 0 not in shape:
                 thawed.append(name)
             if None not in (group, stored) and stored != group:
                 raise CheckpointError(

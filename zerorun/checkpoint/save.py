@@ -55,7 +55,7 @@ class Captured:
     parts: list[TensorPart]
     order: list[str]  # tensor names, in the module's order
     scalars: dict[str, dict[str, Scalar]]  # of the optimizer's state: key -> parameter name -> value
-    groups: dict[str, int]  # parameter name -> optimizer group, for the parameters that this rank updates
+    groups: dict[str, int]  # parameter name -> optimizer group, as Inventory.groups says
     manifest: Manifest  # rank 0's lacks files and sets; that of another pipeline stage has only its part of the model
     rng: Any = None  # plain values
     data: Any = None

@@ -111,5 +111,5 @@ def _at(plan: ShardingPlan, group: FlatGroupPlan, rank: int) -> FlatGroupPlan:
 
 def _states_of(plan: ShardingPlan, group: FlatGroupPlan, states: OptimizerStates) -> int:
     if plan.by_parts:
-        return sum(states.bytes_of_part(plan.part(group, run.entry)) for run in group.owned_runs() if run.numel)
+        return sum(states.bytes_of_part(plan.part(group, run.entry)) for run in group.owned_runs())
     return sum(states.bytes(piece.group, piece.shape, piece.format) for piece in group.pieces(whole=plan.whole))

@@ -236,10 +236,13 @@ class FlatGroupPlan:
         return [run for run in found if run is not None]
 
     def owned_run(self, entry: int) -> ParameterRun | None:
-        """Return the run of parameter ``entry`` that this rank updates; None if it updates nothing of it."""
+        """Return the run of parameter ``entry`` that this rank updates; None if it updates nothing of it.
+
+        Nobody updates a parameter without elements, so that all layouts treat it alike.
+        """
         if self.owns_everything:
             place = self.layout.entries[entry]
-            return ParameterRun(entry, 0, place.offset, place.numel)
+            return ParameterRun(entry, 0, place.offset, place.numel) if place.numel else None
         piece = self.shard_piece(entry)
         return None if piece is None else ParameterRun(entry, piece.start, piece.shard_start, piece.numel)
 
@@ -252,8 +255,6 @@ class FlatGroupPlan:
         members: list[list[ParameterRun]] = []
         kind = None
         for run in self.owned_runs():
-            if parts and not run.numel:
-                continue
             own = self.optimizer_groups[run.entry], self.state_formats[run.entry]
             if whole or parts or kind != own:
                 members.append([])

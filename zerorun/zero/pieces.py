@@ -59,7 +59,7 @@ class OptimizerPiece:
 
         ``copies``: this rank's name of a parameter -> that which it has elsewhere.
         """
-        return tuple(self._origin(run, copies, seed) for run in self.runs if run.numel)
+        return tuple(self._origin(run, copies, seed) for run in self.runs)
 
     def _origin(self, run: ParameterRun, copies: Mapping[str, str], seed: int) -> Origin:
         own, shards = stored_name(self.flat_group.names[run.entry]), self.flat_group.plan.tensor_shards

@@ -240,10 +240,11 @@ class _Agreement:
                 yield f"{kind}: {name} has the shape {list(tensor.shape)}, and {parameters[name]['shape']} in {MANIFEST}"
             elif tensor.dtype == CODES and f"{kind}{SCALE}" in self.manifest.sets:
                 yield from self._scale_problems(kind, tensor)
-        if kind == MASTER:  # all weights of one dtype have masters, or none has
+        if kind == MASTER:  # all weights of one dtype that have elements have masters, or none has
             dtypes = {parameters[name]["dtype"] for name in stored if name in parameters}
             for name, entry in parameters.items():
-                if entry["group"] is not None and entry["dtype"] in dtypes and name not in stored:
+                trained = entry["group"] is not None and 0 not in entry["shape"]
+                if trained and entry["dtype"] in dtypes and name not in stored:
                     yield f"{kind}: {name} is missing"
 
     def _scale_problems(self, kind: str, codes: Described) -> Iterator[str]:
