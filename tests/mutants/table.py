@@ -4288,7 +4288,7 @@ MUTANTS = (
         "values-of-other-shapes-are-taken",
         "stale",
         "zerorun/zero/access.py",
-        "    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(whole):",
+        "    if not isinstance(value, torch.Tensor) or tuple(value.shape) != whole:",
         "    if not isinstance(value, torch.Tensor):",
         ("tests/ranks/test_gradients.py", "-k", "other_shapes"),
     ),
@@ -4803,5 +4803,13 @@ MUTANTS = (
         "            if plan.trainable and (0 in home.shape or plan.owned_run(home.entry) is not None):",
         "            if plan.trainable and plan.owned_run(home.entry) is not None:",
         ("tests/ranks/test_checkpoint_contents.py", "-k", "without_elements"),
+    ),
+    Mutant(
+        "states-of-neighbours-count-as-its-own",
+        "stale",
+        "zerorun/zero/access.py",
+        "        if any(run.entry == home.entry for run in piece.runs):",
+        "        if piece.runs:",
+        ("tests/ranks/test_access.py", "-k", "not_made_up"),
     ),
 )

@@ -999,6 +999,106 @@ def test_gradients_and_moments_by_name_are_the_same_at_every_stage(precision: st
         assert run_ranks(world, inspect, stage, precision) == first
 
 
+class SomeStates(nn.Module):
+    """A matrix and two vectors, a vector that is not used, and a frozen one, in one unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.unused = nn.LayerNorm(8), nn.Linear(8, 8, bias=False), nn.Parameter(torch.zeros(8))
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.norm(values))
+
+
+class RowsOfStates(torch.optim.Optimizer):
+    """It keeps a state for matrices alone, in another shape."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            if param.dim() > 1:
+                self.state[param]["rows"] = param.grad.norm(dim=-1)
+            param.sub_(param.grad / (1 + param.grad.norm()))
+
+
+def answer(act: Callable[[], Any]) -> str:
+    """What came of a call, the same on all ranks."""
+    try:
+        found = act()
+        text = "None" if found is None else str(bool((found != 0).any()))
+    except ZerorunError as error:
+        text = f"{type(error).__name__} {error}"
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, text)
+    assert len({answer.split(" parameter")[0] for answer in said}) == 1, said  # one of them may know the shape as well
+    return text
+
+
+def states_it_lacks(stage: int, kind: str) -> tuple[dict[tuple[str, str], tuple[str, str]], int]:
+    """What comes of asking for a state, and then of setting it, by key and parameter; of how many this rank has nothing."""
+    torch.manual_seed(0)
+    model, config, given = SomeStates(), make_config(stage), {}
+    config["optimizer"] = {"type": kind, "params": {"lr": 0.01}}
+    if kind == "own":
+        del config["optimizer"]
+        given["optimizer"] = RowsOfStates(model.parameters())
+    elif kind == "Muon":
+        vectors = [param for param in model.parameters() if param.dim() == 1]
+        groups = [{"params": [model.linear.weight], "use_muon": True}, {"params": vectors, "use_muon": False}]
+        given["model_parameters"] = groups
+    engine = zerorun.initialize(model, config, **given)
+    zero, found, nothing = zerorun.zero, {}, 0
+    engine.backward(engine(torch.linspace(-1, 2, 16).view(2, 8).cos()).square().sum())
+    engine.step()
+    whole = {name: value.shape for name, value in engine.state_dict().items()}
+    for name, param in engine.module.named_parameters():
+        for key in ("exp_avg", "momentum_buffer", "rows") if param.requires_grad else ():
+            got = answer(partial(zero.safe_get_full_optimizer_state, param, key))
+            size = zero.safe_get_local_fp32_param(param).numel()
+            nothing += not size
+            if not got.startswith("ModelError"):
+                local = zero.safe_get_local_optimizer_state(param, key)
+                assert (local is not None) == (got != "None") if size else local is None or not local.numel(), (name, key)
+            value = torch.full(whole[name], 3.0)
+            found[key, name] = got, answer(partial(zero.safe_set_full_optimizer_state, param, value, key))
+            if got == "True":
+                assert torch.equal(zero.safe_get_full_optimizer_state(param, key), value)
+    frozen = engine.module.frozen
+    with pytest.raises(ModelError, match="'frozen' is frozen"):
+        zero.safe_set_full_optimizer_state(frozen, torch.zeros(8), "exp_avg")
+    assert zero.safe_get_full_optimizer_state(frozen, "exp_avg") is None
+    engine.destroy()
+    return found, nothing
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "kind"), [(2, 3, "Muon"), (2, 1, "own"), (2, 2, "AdamW"), (2, 0, "Muon"), (1, 2, "own")]
+)
+def test_states_that_a_parameter_lacks_are_not_made_up(world: int, stage: int, kind: str) -> None:
+    """Others of its flat group may have them. All ranks are told the same, those that have nothing of it as well."""
+    vectors, matrices = {"norm.weight", "norm.bias"}, {"linear.weight"}
+    muon = {"exp_avg": vectors, "momentum_buffer": matrices}
+    has: dict[str, dict[str, set[str]]] = {"AdamW": {"exp_avg": vectors | matrices}, "Muon": muon, "own": {}}
+    results = run_ranks(world, states_it_lacks, stage, kind)
+    assert any(nothing for _, nothing in results) == (world > 1 and stage > 0)
+    for found, _ in results:
+        for (key, name), (got, came) in found.items():
+            if name in has[kind].get(key, ()):
+                assert (got, came) == ("True", "None")
+            elif (kind, key, name) == ("own", "rows", "linear.weight"):
+                assert got.startswith(f"ModelError optimizer state 'rows' of '{name}'"), got
+                assert came == got
+            else:
+                assert got == "None", (key, name)
+                asked = f"StepError safe_set_full_optimizer_state(...): the optimizer has no state '{key}' of '{name}'"
+                assert came.startswith(asked), came
+                assert "Remedy: " in came
+
+
 def cycle(stage: int, times: int) -> tuple[int, bool]:
     """Growth of live tensors over create, train and destroy; whether the module is an ordinary one again."""
     counts = []

@@ -380,6 +380,9 @@ def load_nothing(folder: str) -> list[str]:
                 said.append(str(error))
         engine.backward(engine(torch.ones(2, 4)).square().mean())
         engine.step()
+        moment = zerorun.zero.safe_get_full_optimizer_state(engine.module.nothing, "exp_avg")
+        assert moment is not None and moment.shape == (0, 4)
+        zerorun.zero.safe_set_full_optimizer_state(engine.module.nothing, moment, "exp_avg")
         engine.destroy()
     return said
 

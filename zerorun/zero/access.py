@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from ..distributed.same_data import compare
-from ..errors import ModelError, OrderError
+from ..errors import ModelError, OrderError, StepError
 from ..ops.state_format import keep_state, wide_state
 from ..optim.parts import PartsOptimizer
 from ..plan.weights import follow_memory, followers, rebuilt
 from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup, TrainedGroup, fresh_gradient, rounded, take_weight
+from .pieces import OptimizerPiece
 from .runtime import MADE_BY, Runtime
 from .sharded_model import ParameterHome, ShardedModel, find, model_of
 from .unit import Unit
@@ -232,6 +233,8 @@ def refuse_copies(home: ParameterHome) -> None:
 
 # -- by parameter ------------------------------------------------------------------------------------------------
 
+_NO_STATE, _HAS_STATE, _OTHER_SHAPE = range(3)  # what ranks tell each other of a state; the most counts
+
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return the full fp32 master of ``param``, in its shape; None if no engine optimizes it. All ranks must call it."""
@@ -262,33 +265,45 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 def safe_get_full_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:
     """Return the full optimizer state ``key`` (such as "exp_avg") of ``param``, in its shape. All ranks must call it.
 
-    None if no engine optimizes ``param`` or if there is no state yet. Raises ModelError if the state has another shape.
+    None if no engine optimizes ``param`` or if it has no such state, as before the first step that updates it. Raises
+    ModelError if the state has another shape.
     """
     found = find(param, MOMENTS, MASTERS)
     if found is None or found[0].optimizer is None or found[1].flat_group.master is None:
         return None
     model, home = found
     compare_request(model, "safe_get_full_optimizer_state", [f"{key!r} of {home.name!r}"])
-    flat, known = owned_state(model, home.flat_group, key)
-    if not any(model.comm.control.data_values(known)):
+    flat = _agreed_state(model, home, key)
+    if flat is None:
         return None
     part = entry_view(home, gathered(model, home.flat_group, flat, home.unit.name)).clone()
     return model.parts.whole(param, part)
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
-    """Set the optimizer state ``key`` of ``param`` to ``value`` (full, the same on all ranks).
+    """Set the optimizer state ``key`` of ``param`` to ``value``. All ranks must call it with the same full value.
 
-    Does nothing on a rank that has no such state yet. Raises ModelError as ``safe_set_full_fp32_param`` does.
+    Raises ModelError as ``safe_set_full_fp32_param`` does and if no engine optimizes ``param``, and StepError if it has no
+    such state, because no step has updated it yet or because the optimizer has none of this name for it. Nothing is changed
+    then.
     """
-    model, home = managed(param, "safe_set_full_optimizer_state")
-    refuse_copies(home)
-    part = part_of_value(model, home, value, "safe_set_full_optimizer_state")
-    flat, known = owned_state(model, home.flat_group, key)
-    if not known:
-        return
-    store_owned(home.flat_group, home.entry, flat, part)
+    function = "safe_set_full_optimizer_state"
+    model, home, flat_group = trained(param, function)
+    part = part_of_value(model, home, value, function)
+    compare_request(model, function, [f"{key!r} of {home.name!r}"])
+    flat = _agreed_state(model, home, key)
+    if flat is None:
+        raise no_state(home, key, function)
+    store_owned(flat_group, home.entry, flat, part)
     write_state(model, home, key, flat)
+
+
+def no_state(home: ParameterHome, key: str, function: str) -> StepError:
+    """The error of a ``function`` that is to set a state ``key`` that the parameter at ``home`` does not have."""
+    return StepError(
+        f"{function}(...): the optimizer has no state {key!r} of {home.name!r}. Remedy: call it after the first step() "
+        "that updates the parameter, with a name that the optimizer uses for it, such as AdamW's 'exp_avg'."
+    )
 
 
 def write_state(model: ShardedModel, home: ParameterHome, key: str, owned: torch.Tensor) -> None:
@@ -319,14 +334,17 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 def safe_get_local_optimizer_state(param: torch.Tensor, key: str) -> torch.Tensor | None:
     """Return a copy of this rank's part of the optimizer state ``key`` of ``param``, flat and maybe empty.
 
-    It does not wait for other ranks. None if no engine optimizes ``param`` or if this rank has no state yet. Raises
-    ModelError if the state has another shape.
+    It does not wait for other ranks. None if no engine optimizes ``param`` or if it has no such state here; a rank that has
+    nothing of it goes by others of its unit and parameter group. Raises ModelError if the state has another shape.
     """
     found = find(param, MOMENTS, MASTERS)
     if found is None or found[0].optimizer is None or found[1].flat_group.master is None:
         return None
-    flat, known = owned_state(found[0], found[1].flat_group, key)
-    return owned_part(found[1], flat) if known else None
+    model, home = found
+    flat, known = owned_state(model, home, key)
+    if home.flat_group.plan.owned_run(home.entry) is None:
+        known = bool(_near_pieces_with(model, home, key))
+    return owned_part(home, flat) if known else None
 
 
 def owned_part(home: ParameterHome, owned: torch.Tensor) -> torch.Tensor:
@@ -335,24 +353,64 @@ def owned_part(home: ParameterHome, owned: torch.Tensor) -> torch.Tensor:
     return owned[:0] if run is None else owned[run.offset : run.offset + run.numel]
 
 
-def owned_state(model: ShardedModel, flat_group: FlatGroup, key: str) -> tuple[torch.Tensor, bool]:
-    """Return (state ``key`` of the elements of ``flat_group`` that this rank owns [owned], whether there is any)."""
+def owned_state(model: ShardedModel, home: ParameterHome, key: str) -> tuple[torch.Tensor, bool]:
+    """Return (state ``key`` of what this rank owns of the parameter at ``home``, whether it has such a state here).
+
+    The first is [owned] of the flat group, with zeros for others. Raises ModelError if the state has another shape.
+    """
     assert model.optimizer is not None
-    assert flat_group.master is not None
+    assert home.flat_group.master is not None
     if isinstance(model.optimizer.optimizer, PartsOptimizer) and key in model.optimizer.optimizer.factors:
         raise ModelError(f"optimizer state {key!r} has not the shape of its parameter, but rows or columns of it.")
-    flat = torch.zeros_like(flat_group.master, dtype=torch.float32)
+    flat = torch.zeros_like(home.flat_group.master, dtype=torch.float32)
     known = False
-    for piece in model.optimizer.pieces:
-        states = model.optimizer.optimizer.state.get(piece.tensor, {}) if piece.flat_group is flat_group else {}
-        if states.get(key) is None:
-            continue
-        state = wide_state(states, key)
-        if state.shape != piece.tensor.shape:
-            raise ModelError(f"optimizer state {key!r} has shape {tuple(state.shape)}, not that of its parameter.")
-        flat[piece.low : piece.low + state.numel()].view(state.shape).copy_(state)  # the state may be a wrapper
-        known = True
+    for piece in _near_pieces_with(model, home, key):
+        if any(run.entry == home.entry for run in piece.runs):
+            state = wide_state(model.optimizer.optimizer.state[piece.tensor], key)
+            if state.shape != piece.tensor.shape:
+                raise _other_shape(home, key, f", but {list(state.shape)}")
+            flat[piece.low : piece.low + state.numel()].view(state.shape).copy_(state)  # the state may be a wrapper
+            known = True
     return flat, known
+
+
+def _near_pieces_with(model: ShardedModel, home: ParameterHome, key: str) -> list[OptimizerPiece]:
+    """The pieces of the flat group and the parameter group of ``home`` that have a state ``key`` on this rank."""
+    assert model.optimizer is not None
+    states, group = model.optimizer.optimizer.state, home.flat_group.plan.optimizer_groups[home.entry]
+    near = [p for p in model.optimizer.pieces if p.flat_group is home.flat_group and p.group == group]
+    return [piece for piece in near if states.get(piece.tensor, {}).get(key) is not None]
+
+
+def _agreed_state(model: ShardedModel, home: ParameterHome, key: str) -> torch.Tensor | None:
+    """Return ``owned_state`` if the parameter at ``home`` has such a state on any rank, and None otherwise. Collective.
+
+    Raises ModelError on all ranks if the state has another shape on any.
+    """
+    try:
+        (flat, known), problem = owned_state(model, home, key), None
+    except ModelError as error:
+        flat, known, problem = torch.empty(0), False, error
+    if 0 in _whole_shape(model, home):  # no rank has anything of it
+        known = bool(_near_pieces_with(model, home, key))
+    answer = _OTHER_SHAPE if problem is not None else _HAS_STATE if known else _NO_STATE
+    most = max(int(told) for told in model.comm.stage_gather(torch.tensor([answer])))
+    if most == _OTHER_SHAPE:
+        raise problem or _other_shape(home, key, " on another rank")
+    return flat if most == _HAS_STATE else None
+
+
+def _other_shape(home: ParameterHome, key: str, how: str) -> ModelError:
+    return ModelError(
+        f"optimizer state {key!r} of {home.name!r} has not the shape of its parameter{how}. Remedy: read it from "
+        "engine.optimizer.state, on the rank that updates the parameter."
+    )
+
+
+def _whole_shape(model: ShardedModel, home: ParameterHome) -> tuple[int, ...]:
+    """The shape of the whole parameter, of which this rank may have a tensor-parallel part."""
+    shard = model.parts.shards.get(id(home.flat_group.params[home.entry]))
+    return tuple(home.flat_group.layout.entries[home.entry].shape if shard is None else shard.shape)
 
 
 def managed(param: torch.Tensor, function: str) -> tuple[ShardedModel, ParameterHome]:
@@ -372,13 +430,23 @@ def part_of_value(model: ShardedModel, home: ParameterHome, value: torch.Tensor,
     Raises ModelError, which names ``function``, if the value is not a tensor in the shape of the whole parameter: its parts
     on some ranks may fit all the same. To be called before anything is written.
     """
-    param, here = home.flat_group.params[home.entry], home.flat_group.layout.entries[home.entry].shape
-    shard = model.parts.shards.get(id(param))
-    whole = shard.shape if shard is not None else here
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(whole):
+    whole = _whole_shape(model, home)
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != whole:
         given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise ModelError(
-            f"{function}(...): the value for {home.name!r} is {given}, and not a tensor of shape {tuple(whole)}. Remedy: "
+            f"{function}(...): the value for {home.name!r} is {given}, and not a tensor of shape {whole}. Remedy: "
             "give the whole value, in the parameter's shape, on every rank."
         )
-    return model.parts.part(param, value.detach())
+    return model.parts.part(home.flat_group.params[home.entry], value.detach())
+
+
+def trained(param: torch.Tensor, function: str) -> tuple[ShardedModel, ParameterHome, TrainedGroup]:
+    """``managed``, with its flat group. Raises ModelError if it is frozen, or if several pipeline stages have it."""
+    model, home = managed(param, function)
+    if not isinstance(home.flat_group, TrainedGroup):
+        raise ModelError(
+            f"{function}(...): {home.name!r} is frozen, or in no parameter group of the optimizer, so it has no gradient. "
+            "Remedy: let it require a gradient, and give it to the optimizer, before initialize()."
+        )
+    refuse_copies(home)
+    return model, home, home.flat_group

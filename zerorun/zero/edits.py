@@ -22,12 +22,12 @@ from ..errors import ModelError, StepError
 from .access import (
     compare_request,
     keep_owned,
-    managed,
+    no_state,
     owned_part,
     owned_state,
     part_of_value,
-    refuse_copies,
     store_owned,
+    trained,
     write_state,
 )
 from .flat_group import TrainedGroup
@@ -49,7 +49,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     engine trains ``param``, if several pipeline stages have it, or if the shape is another, and StepError if there is no
     gradient.
     """
-    model, home, flat_group = _trained(param, "safe_set_full_grad")
+    model, home, flat_group = trained(param, "safe_set_full_grad")
     part = part_of_value(model, home, value, "safe_set_full_grad")
     _reduce(model, "safe_set_full_grad", repr(home.name))
     _refuse_none(flat_group, home, "safe_set_full_grad")
@@ -62,7 +62,7 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     All ranks must call it, each with its own part, which may be empty. See ``safe_set_full_grad`` for what a value is, and
     for what is raised.
     """
-    model, home, flat_group = _trained(param, "safe_set_local_grad")
+    model, home, flat_group = trained(param, "safe_set_local_grad")
     place = owned_part(home, owned_gradient(flat_group))
     flat = _local(home, place, value, "safe_set_local_grad")
     _reduce(model, "safe_set_local_grad", repr(home.name))
@@ -78,7 +78,7 @@ def safe_update_full_grad_vectorized(params: Iterable[torch.Tensor], update_func
     that require no gradient are passed over, and each is updated once. Raises what ``safe_set_full_grad`` raises.
     """
     function = "safe_update_full_grad_vectorized"
-    found = {id(param): _trained(param, function) for param in params if param.requires_grad}
+    found = {id(param): trained(param, function) for param in params if param.requires_grad}
     ordered = sorted(found.values(), key=lambda place: (place[0].number, place[1].place))
     for model, of_model in groupby(ordered, lambda place: place[0]):
         members = list(of_model)
@@ -124,17 +124,6 @@ def _summand(model: ShardedModel, flat_group: TrainedGroup, value: torch.Tensor)
     return value if first else torch.zeros_like(value)
 
 
-def _trained(param: torch.Tensor, function: str) -> tuple[ShardedModel, ParameterHome, TrainedGroup]:
-    model, home = managed(param, function)
-    if not isinstance(home.flat_group, TrainedGroup):
-        raise ModelError(
-            f"{function}(...): {home.name!r} is frozen, or in no parameter group of the optimizer, so it has no gradient. "
-            "Remedy: let it require a gradient, and give it to the optimizer, before initialize()."
-        )
-    refuse_copies(home)
-    return model, home, home.flat_group
-
-
 def _refuse_none(flat_group: TrainedGroup, home: ParameterHome, function: str) -> None:
     if not flat_group.reduced:
         raise StepError(
@@ -154,7 +143,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     it, or if the number of elements is another.
     """
     function = "safe_set_local_fp32_param"
-    model, home, flat_group = _trained(param, function)
+    model, home, flat_group = trained(param, function)
     flat = _local(home, owned_part(home, flat_group.master), value, function)
     compare_request(model, function, [repr(home.name)])
     model.comm.fence()  # others may still read the old values
@@ -176,20 +165,17 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, key: str) -> None:
     """Replace this rank's part of the optimizer state ``key`` of ``param`` by ``value``, flat and maybe empty.
 
-    No rank waits for another. Raises ModelError as ``safe_set_local_fp32_param`` does, and StepError if this rank has no
-    such state yet, because no step was made or because the optimizer has none of this name.
+    No rank waits for another. Raises ModelError as ``safe_set_local_fp32_param`` does, and StepError if ``param`` has no
+    such state, because no step has updated it yet or because the optimizer has none of this name for it.
     """
     function = "safe_set_local_optimizer_state"
-    model, home, flat_group = _trained(param, function)
+    model, home, flat_group = trained(param, function)
     flat = _local(home, owned_part(home, flat_group.master), value, function)
-    owned, known = owned_state(model, flat_group, key)
+    owned, known = owned_state(model, home, key)
     if not known:
         if not flat.numel():
             return
-        raise StepError(
-            f"{function}(...): the optimizer has no state {key!r} of {home.name!r} on this rank. Remedy: call it after the "
-            "first step(), with a name that the optimizer uses, such as 'exp_avg'."
-        )
+        raise no_state(home, key, function)
     owned_part(home, owned).copy_(flat)
     write_state(model, home, key, owned)
 
