@@ -23,7 +23,8 @@ CELLS: dict[str, dict[str, Any]] = {
     "lora": {},
     "generate": {},
     "resume": {"save_strategy": "steps", "save_steps": 2},
-    "by day": {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2},
+    "by day": {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2,
+               "train_sampling_strategy": "group_by_length"},  # draws the order from the process's generator
     "best": {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
              "load_best_model_at_end": True},
     "save": {"save_strategy": "steps", "save_steps": 4, "save_only_model": True},
@@ -34,7 +35,7 @@ CELLS: dict[str, dict[str, Any]] = {
     "offloaded parameters": {},
     "experts": {},
     "sequences": {"gradient_accumulation_steps": 2},  # as many samples as DDP in "plain"
-    "sequences by day": {"gradient_accumulation_steps": 4},
+    "sequences by day": {"gradient_accumulation_steps": 4, "train_sampling_strategy": "group_by_length"},
 }  # fmt: skip
 
 

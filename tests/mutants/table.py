@@ -4437,6 +4437,14 @@ MUTANTS = (
         ("tests/unit/test_deepspeed_mode.py", "-k", "without_their_names"),
     ),
     Mutant(
+        "a-load-in-the-mode-sets-the-scripts-generators",
+        "stale",
+        "zerorun/deepspeed/engine_names.py",
+        '        load_random_numbers=own.pop("load_random_numbers", False),',
+        "",
+        ("tests/unit/test_deepspeed_mode.py", "-k", "scripts_generators"),
+    ),
+    Mutant(
         "weights-for-the-mode-are-lost-at-stage-3",
         "stale",
         "zerorun/deepspeed/parameters.py",

@@ -573,6 +573,32 @@ for action in (lambda: engine.load_checkpoint("saved", custom_load_fn=print), la
     assert "schedule = []: zerorun gathers" in schedule and "compiled_autograd_enabled = True: backward runs" in graph
 
 
+def test_a_load_leaves_the_scripts_generators_alone(tmp_path: Path) -> None:
+    """As in DeepSpeed: Trainer chooses its data after the load with those of a fresh start, and loads its own ones then.
+    A script that asks gets those of the checkpoint, as by zerorun's resume()."""
+    text = """
+import random
+import numpy, torch, deepspeed
+settings = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = deepspeed.initialize(model=torch.nn.Linear(4, 3), config=settings)
+def seed(number):
+    torch.manual_seed(number), random.seed(number), numpy.random.seed(number)
+def drawn():
+    return torch.rand(1).item(), random.random(), numpy.random.rand()
+def after(action):
+    seed(1)
+    action()
+    return drawn()
+seed(0)
+engine.save_checkpoint("saved", "a")
+saved, fresh = drawn(), after(lambda: None)
+loads = (lambda: engine.load_checkpoint("saved"), lambda: engine.load_checkpoint("saved", "a", load_module_only=True),
+         lambda: engine.load_checkpoint("saved", load_random_numbers=True), lambda: engine.resume("saved"))
+print(*("fresh" if found == fresh else "saved" if found == saved else found for found in map(after, loads)))
+"""
+    assert printed(BEGIN + text, tmp_path) == ["fresh fresh saved saved"]
+
+
 def test_what_scripts_ask_of_a_cpu(tmp_path: Path) -> None:
     text = """
 import torch

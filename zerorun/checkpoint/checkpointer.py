@@ -372,7 +372,7 @@ class Checkpointer:
             lines += found or []
             if wanted.optimizer:
                 lines += loader.load_residuals(ranks, self.subject.topology)
-            found, problem = attempt(lambda: self._restore_position(manifest, tensors, with_data=bool(fits)))
+            found, problem = attempt(lambda: self._restore_position(manifest, wanted, tensors, with_data=bool(fits)))
             ranks.agree(problem)
             lines += found or []
         if is_rank_zero():
@@ -402,7 +402,7 @@ class Checkpointer:
         components = {
             "scheduler": run.lr_scheduler is not None and wanted.scheduler and manifest.scheduler is None,
             "data": hasattr(run.dataloader, "state_dict") and not self._has_position(manifest),
-            "rng": manifest.rng is None,
+            "rng": wanted.random_numbers and manifest.rng is None,
         }
         missing = [name for name, lacking in components.items() if lacking and not wanted.allows(name)]
         if missing:
@@ -445,8 +445,10 @@ class Checkpointer:
         """The index of this rank's state in ``states``, one per rank that saved; 0 if the ranks were laid out otherwise."""
         return self.subject.topology.rank if is_by_rank(self.subject.topology, manifest.layout, len(states)) else 0
 
-    def _restore_position(self, manifest: Manifest, tensors: dict[str, torch.Tensor], *, with_data: bool) -> list[str]:
-        """Restore the position in the data and, if the ranks are laid out as they were, the random numbers.
+    def _restore_position(
+        self, manifest: Manifest, wanted: Wanted, tensors: dict[str, torch.Tensor], *, with_data: bool
+    ) -> list[str]:
+        """Restore the position in the data and, if they are wanted and the ranks are laid out as they were, random numbers.
 
         Return what was restored, in words.
         """
@@ -455,10 +457,12 @@ class Checkpointer:
             own = manifest.data[self._place_in(manifest, manifest.data)]
             self.run.dataloader.load_state_dict(decode(own, tensors))
             lines.append("position in the data")
-        if manifest.rng is not None and is_by_rank(self.subject.topology, manifest.layout, len(manifest.rng)):
+        if manifest.rng is None or not wanted.random_numbers:
+            return lines
+        if is_by_rank(topology, manifest.layout, len(manifest.rng)):
             random_state.restore(decode(manifest.rng[topology.rank], tensors), self.subject.comm.device)
             lines.append("random numbers")
-        elif manifest.rng is not None and is_rank_zero():
+        elif is_rank_zero():
             logger.info("random numbers begin afresh: there were %d ranks, or other parallel degrees.", len(manifest.rng))
         return lines
 

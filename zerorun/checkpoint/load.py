@@ -51,6 +51,7 @@ class Wanted:
     optimizer: bool = True
     scheduler: bool = True
     weights_only: bool = False
+    random_numbers: bool = True
     allow_missing: tuple[str, ...] = ()
 
     def allows(self, name: str) -> bool:

@@ -223,7 +223,8 @@ def load_checkpoint(
 ) -> tuple[Path | None, dict[str, Any] | None]:
     """Load as ever; where there is nothing to load, return (None, None). ``own``: zerorun's own keywords.
 
-    Raises ConfigError for a ``custom_load_fn``.
+    The process's generators stay as they are, unless ``load_random_numbers`` is true: what they choose is the script's, and
+    trainers that restore them do it by themselves, later. Raises ConfigError for a ``custom_load_fn``.
     """
     _refuse_load_fn("load_checkpoint", custom_load_fn)
     path, client_state = _load(
@@ -234,6 +235,7 @@ def load_checkpoint(
         load_optimizer=own.pop("load_optimizer", load_optimizer_states),
         load_scheduler=own.pop("load_scheduler", load_lr_scheduler_states),
         load_module_only=load_module_only,
+        load_random_numbers=own.pop("load_random_numbers", False),
         **own,
     )
     return path, None if path is None else client_state

@@ -88,6 +88,7 @@ class Saving(Outcomes):
         strict: bool = True,
         load_optimizer: bool = True,
         load_scheduler: bool = True,
+        load_random_numbers: bool = True,
         allow_missing: Sequence[str] = (),
         **deepspeed: Any,
     ) -> tuple[Path | None, dict[str, Any]]:
@@ -95,7 +96,8 @@ class Saving(Outcomes):
 
         Works for any number of ranks, stage and precision. Without ``tag``, load the checkpoint that ``dir/latest`` names.
         If that one is incomplete or damaged, warn and load the newest that is neither; if there is none at all, warn and
-        return (None, {}). ``strict``: the weights must have the same names as the model's. ``allow_missing``: names or
+        return (None, {}). ``strict``: the weights must have the same names as the model's. ``load_random_numbers``: set
+        this process's generators, those of torch, NumPy and Python, as they were. ``allow_missing``: names or
         patterns of weights, or of "optimizer", "scheduler", "data", "rng", that may be missing; with "data", a position in
         other training data is left, with a warning. Parameters that are trained now, and were frozen, have no moments
         there: that must be allowed by name, too. DeepSpeed's keywords (``load_module_strict``, ``load_optimizer_states``,
@@ -116,6 +118,7 @@ class Saving(Outcomes):
             optimizer=named.get("optimizer", load_optimizer),
             scheduler=named.get("scheduler", load_scheduler),
             weights_only=named.get("weights_only", False),
+            random_numbers=load_random_numbers,
             allow_missing=(allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing),
         )
         found = self._load(lambda: self.checkpointer.load(named.get("dir", dir), tag, wanted))

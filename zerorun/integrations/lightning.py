@@ -403,7 +403,9 @@ class ZerorunStrategy(DDPStrategy):
                 )
             return super().load_checkpoint(checkpoint_path, weights_only)
         only_weights = self.engine.optimizer is None
-        _, state = self.engine.load_checkpoint(checkpoint_path, tag=TAG, load_module_only=only_weights)
+        _, state = self.engine.load_checkpoint(  # also in the DeepSpeed mode the engine's random numbers go on
+            checkpoint_path, tag=TAG, load_module_only=only_weights, load_random_numbers=True
+        )
         return dict(state or {})
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
