@@ -4445,6 +4445,14 @@ MUTANTS = (
         ("tests/unit/test_deepspeed_mode.py", "-k", "scripts_generators"),
     ),
     Mutant(
+        "micro-batches-of-a-step-that-begins-anew-are-saved",
+        "stale",
+        "zerorun/engine/outcomes.py",
+        '        return {name: getattr(self, name) for name in COUNTERS} | {"micro_steps": self.accumulation.begun_at}',
+        "        return {name: getattr(self, name) for name in COUNTERS}",
+        ("tests/ranks/test_loop_queries.py", "-k", "save_in_the_middle"),
+    ),
+    Mutant(
         "weights-for-the-mode-are-lost-at-stage-3",
         "stale",
         "zerorun/deepspeed/parameters.py",

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +19,12 @@ from harness import run_ranks
 from models import CASES, Place
 from reference import Result, differences, make_optimizer, weights_of
 from torch import nn
-from training import make_config, make_engine
+from training import make_config, make_engine, placed
 
 import zerorun
 from zerorun import log
 from zerorun.config.parse import EffectiveValue
+from zerorun.deepspeed.engine_names import load_checkpoint, save_checkpoint
 from zerorun.errors import ConfigError, StepError
 
 SETTINGS = (
@@ -228,6 +231,86 @@ def test_a_step_whose_gradients_are_dropped_begins_anew(what: str, stage: int, a
         assert not differences(found, plain_step((0, 1, 2), accumulation))
         assert ends == [*step, *([] if IN_THE_MIDDLE[what][1] else [False]), *step, *step]
         assert samples == 3 * 4 * accumulation
+
+
+def saved_in_the_middle(
+    place: str, precision: str, counts: bool, asynchronous: bool, folder: str
+) -> list[tuple[list[float], dict[str, torch.Tensor], int, dict[str, int]]]:
+    """(losses, weights, warnings so far, counters at the end) of three runs, of four steps of three micro-batches.
+
+    They are without saves, with one behind each micro-batch of the third step, and from the second of these on, in another
+    engine. ``counts``: the script says where steps end, as accelerate does.
+    """
+    log._warned.clear()
+    case, found = CASES["plain"], []
+    stage, zero = placed(place, Path(folder))
+    config = make_config(stage, accumulation=3, precision=precision, zero_optimization=zero)
+
+    def run(first: int, *, saves: bool, loads: bool) -> None:
+        engine, losses = make_engine(case, config), list[float]()
+        if loads:
+            assert load_checkpoint(engine, folder, "second")[0] is not None
+            kept = json.loads(Path(folder, "second", "zerorun.json").read_text())["content"]["counters"]
+            assert engine.micro_steps == 3 * engine.global_steps == kept["micro_steps"] == 6
+        for step in range(first, 4):
+            for micro in range(3):
+                if counts:
+                    engine.set_gradient_accumulation_boundary(micro == 2)
+                loss = case.loss(engine, Place(dist.get_rank(), step, micro))
+                engine.backward(loss)
+                losses.append(loss.item())
+                if saves and step == 2 and micro != 1:
+                    save_checkpoint(engine, folder, "other", asynchronous=asynchronous)  # before step() has counted it
+                engine.step()
+                if saves and step == 2 and micro == 1:
+                    save_checkpoint(engine, folder, "second", {"epoch": 1}, asynchronous=asynchronous)
+                    assert engine.micro_steps == 8
+        engine.wait_for_checkpoint()
+        warned = sum("begins this step anew" in text for text in log._warned)
+        found.append((losses, engine.state_dict(exact=True), warned, engine.counters()))
+        engine.destroy()
+
+    run(0, saves=False, loads=False)
+    run(0, saves=True, loads=False)
+    run(2, saves=False, loads=True)
+    return found
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("asynchronous", (False, True))
+@pytest.mark.parametrize("counts", (False, True))
+@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
+@pytest.mark.parametrize("place", (*(f"stage {stage}" for stage in range(4)), "stage 2, offload"))
+def test_a_save_in_the_middle_of_a_step_changes_nothing(
+    place: str, precision: str, counts: bool, asynchronous: bool, tmp_path: Any
+) -> None:
+    """In the DeepSpeed mode, as Trainer saves at the end of an epoch. Who loads begins the step anew, and ends alike."""
+    given = place, precision, counts, asynchronous, str(tmp_path)
+    for without, saving, loading in run_ranks(2, saved_in_the_middle, *given):
+        assert saving[0] == without[0] and loading[0] == without[0][6:]
+        assert saving[3] == loading[3] == without[3] and (without[2], saving[2]) == (0, 1)
+        for weights in (saving[1], loading[1]):
+            assert all(torch.equal(value, weights[name]) for name, value in without[1].items())
+
+
+def saved_in_the_middle_with_a_disk(folder: str) -> str:
+    case = CASES["plain"]
+    stage, zero = placed("stage 3, disk", Path(folder))
+    engine = make_engine(case, make_config(stage, accumulation=2, zero_optimization=zero))
+    engine.backward(case.loss(engine, Place(dist.get_rank(), 0, 0)))
+    engine.step()
+    with pytest.raises(StepError) as found:
+        save_checkpoint(engine, folder)
+    engine.backward(case.loss(engine, Place(dist.get_rank(), 0, 1)))
+    engine.step()
+    engine.destroy()
+    return str(found.value)
+
+
+def test_a_save_in_the_middle_of_a_step_is_refused_where_states_are_on_a_disk(tmp_path: Any) -> None:
+    """Weights were now and then others afterwards, in the run that had saved and in one that loaded."""
+    for told in run_ranks(2, saved_in_the_middle_with_a_disk, str(tmp_path)):
+        assert "in the middle of a step" in told
 
 
 def zero_module(stage: int) -> tuple[Result, list[int], list[bool]]:

@@ -264,8 +264,11 @@ sys.exit(main())
 
 @wraps(_save)
 def save_checkpoint(engine: Engine, *args: Any, **kwargs: Any) -> Path:
-    """Save as ever, and leave a script beside the checkpoints, as DeepSpeed does: people run it years later."""
-    path = _save(engine, *args, **kwargs)
+    """Save as ever, and leave a script beside the checkpoints, as DeepSpeed does: people run it years later.
+
+    In the middle of an accumulation, its gradients are left out, with a warning.
+    """
+    path = _save(engine, *args, **{"unfinished_step": True, **kwargs})
     if engine.topology.rank == 0:
         leave_script(path.parent)
     return path

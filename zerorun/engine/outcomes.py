@@ -175,8 +175,8 @@ class Counters(Batches):
         return self.progress.applied
 
     def counters(self) -> dict[str, int]:
-        """The counts that a checkpoint stores."""
-        return {name: getattr(self, name) for name in COUNTERS}
+        """The counts that a checkpoint stores: of micro-batches, those of steps that are over."""
+        return {name: getattr(self, name) for name in COUNTERS} | {"micro_steps": self.accumulation.begun_at}
 
     def set_counters(self, counters: dict[str, int]) -> None:
         """Continue from ``counters``. Recompute the micro-batch count if it is no multiple of the accumulation steps."""

@@ -48,6 +48,7 @@ class Saving(Outcomes):
         exclude_frozen_parameters: bool = False,
         *,
         asynchronous: bool = False,
+        unfinished_step: bool = False,
         **others: Any,
     ) -> Path:
         """Save into ``dir/tag`` everything that the run needs to continue exactly, and return that path.
@@ -57,13 +58,20 @@ class Saving(Outcomes):
         ``save_latest``: let ``dir/latest`` name this checkpoint. ``exclude_frozen_parameters``: save only the checksums of
         frozen parameters; the model that loads the checkpoint must have the same values. ``trainable_only`` is another name
         for this option, and ``save_dir`` for ``dir``. ``asynchronous``: return when this rank's part has been copied, and
-        write it in the background (see ``wait_for_checkpoint``).
+        write it in the background (see ``wait_for_checkpoint``). ``unfinished_step``: save also in the middle of an
+        accumulation, with a warning: weights and states are those after the last update, its gradients are left out, and
+        the step goes on in this process. It has no effect where states are on a disk.
 
         Raises CheckpointError on all ranks alike, naming the rank and the file; earlier checkpoints stay untouched.
-        Raises StepError in the middle of an accumulation, because its gradients would be lost.
+        Raises StepError in the middle of an accumulation otherwise, because its gradients would be lost.
         """
         named = translate(others, {"save_dir": "dir", "trainable_only": "trainable_only"}, "save_checkpoint")
-        self._refuse_unfinished_step()
+        places = self.config.zero_optimization.offload_optimizer, self.config.zero_optimization.offload_param
+        # What a step has begun to read from a disk or to write there is not told apart from what the last one left.
+        if unfinished_step and all(place.device != "nvme" for place in places):
+            self._leave_out_unfinished_step()
+        else:
+            self._refuse_unfinished_step()
         self.refuse_failed()
         path = self.checkpointer.save(
             named.get("dir", dir),
@@ -277,6 +285,15 @@ class Saving(Outcomes):
         if self.automatic_saves is not None:
             self.automatic_saves.unwatch()
         self.automatic_saves = None
+
+    def _leave_out_unfinished_step(self) -> None:
+        self.sharded_model.finish_reductions()  # which write what coding leaves out, a part of the checkpoint
+        if is_in_a_step(self.accumulation):
+            warn_once(
+                "save_checkpoint() in the middle of a step: gradients of the micro-batches since the last update are not "
+                "in the checkpoint, and a run that goes on from it begins this step anew. Here the step goes on. Remedy, "
+                "if they should count there: save after a step() that updates the weights."
+            )
 
     def _refuse_unfinished_step(self) -> None:
         if is_in_a_step(self.accumulation):
