@@ -14,10 +14,14 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from test_bad_input import attempt
+from test_parallel_matrix import batch_of
+from test_parallel_matrix import build as divided_model
 from torch import nn
 from training import make_config
 
 import zerorun
+from zerorun.deepspeed.entry import initialize as initialize_as_deepspeed
+from zerorun.startup.parallelized_model import ParallelizedModel
 from zerorun.zero.runtime import refuse_managed
 
 
@@ -51,29 +55,161 @@ def step(engine: zerorun.Engine) -> float:
 
 def second_engine(stage: int, how: str) -> tuple[Any, ...]:
     model = build()
-    first: zerorun.Engine | None = zerorun.initialize(model, make_config(stage))
+    initialize = zerorun.initialize if how != "mode" else deepspeed_engine
+    first: zerorun.Engine | None = initialize(model, make_config(stage))
     assert first is not None
     step(first)
-    if how == "deleted":
+    if how == "one rank" and dist.get_rank() == 0:
         first = None
-        gc.collect()
     again = model.blocks[0] if how == "part" else model
-    answer = attempt(lambda: zerorun.initialize(again, make_config(stage)))
-    if first is not None:
+    answer = attempt(lambda: initialize(again, make_config(stage)))
+    if first is not None and how != "one rank":
         first.destroy()
-        second = zerorun.initialize(model, make_config(stage))
-        assert step(second) > step(second)
-        second.destroy()
+    first = None
+    second = initialize(model, make_config(stage))
+    assert step(second) > step(second)
+    second.destroy()
     return answer
 
 
-@pytest.mark.parametrize("how", ("kept", "deleted", "part"))
+@pytest.mark.parametrize("how", ("kept", "one rank", "part", "mode"))
 @pytest.mark.parametrize("stage", (0, 1, 3))
 def test_a_module_has_one_engine_at_a_time(stage: int, how: str) -> None:
+    """``how``: whether all ranks have the first one yet."""
     for kind, text in run_ranks(2, second_engine, stage, how):
         assert kind == "ModelError"
-        for word in ("belongs to an engine already", "destroy()", "anew"):
+        for word in ("belongs to an engine already", "destroy()", "trainer.accelerator.free_memory()", "anew"):
             assert word in text
+
+
+RATES = (0.01, 0.03)
+
+
+def plain_runs(model: Layers, runs: int) -> dict[str, torch.Tensor]:
+    """The weights after ``runs`` of three steps each, each with an optimizer of its own, in one process."""
+    for _ in range(runs):
+        optimizer = own_optimizer(model, RATES)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (sum(model(data(rank)) for rank in range(dist.get_world_size())) / dist.get_world_size()).backward()
+            optimizer.step()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def run_again(stage: int, precision: str, own: bool, folder: str) -> list[dict[str, torch.Tensor]]:
+    """The weights after two runs of one model: in one process, with destroy() between them, and where only a cycle has
+    the first engine, in which rank 0 alone has looked for garbage."""
+    config = make_config(stage, precision=precision, checkpoint={"dir": folder, "every_steps": 100})
+    if own:
+        del config["optimizer"]
+    found = [plain_runs(build(), 2)]
+    for destroys in (True, False):
+        model = build()
+        for run in range(2):
+            engine = zerorun.initialize(model, config, optimizer=own_optimizer(model, RATES) if own else None)
+            for _ in range(3):
+                step(engine)
+            if run:
+                found.append(engine.state_dict(exact=True))
+            if run or destroys:
+                engine.destroy(exact=True)
+                continue
+            trainer = [engine]
+            trainer.append(trainer)  # type: ignore[arg-type]
+            gc.disable()
+            del engine, trainer
+            if dist.get_rank() == 0:
+                gc.collect()
+        gc.enable()
+        assert all(param.dtype == torch.float32 for param in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("own", (False, True))
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (3, "bf16")])
+def test_a_module_whose_engine_nobody_has_trains_on(stage: int, precision: str, own: bool, tmp_path: Path) -> None:
+    """As where a second trainer is made, and the first one dropped: its engine kept the module for good."""
+    for plain, destroyed, dropped in run_ranks(2, run_again, stage, precision, own, str(tmp_path)):
+        for name, value in dropped.items():
+            assert torch.equal(value, destroyed[name])
+            if own and precision == "fp32":
+                assert torch.allclose(value, plain[name], rtol=1e-5, atol=1e-6)
+
+
+def deepspeed_engine(model: nn.Module, config: dict[str, Any], **options: Any) -> zerorun.Engine:
+    return initialize_as_deepspeed(model=model, config=config, **options)[0]
+
+
+def train_what_is_looked_at(stage: int, precision: str) -> list[dict[str, torch.Tensor]]:
+    """The weights of a model: trained in one process, by an engine alone, and where one without an optimizer has it, too.
+
+    That one is asked before, between and after, and says what the model does.
+    """
+    config = make_config(stage, precision=precision)
+    without = {key: value for key, value in config.items() if key != "optimizer"}
+    del config["optimizer"]
+    model, plain, alone = build(), build(), build()
+    if precision == "bf16":  # an engine without an optimizer keeps no other digits, as in DeepSpeed
+        alone.bfloat16().float()
+    for trained in (model, plain, alone):
+        trained.blocks[1].bias.requires_grad_(False)
+    looks = deepspeed_engine(model, without)
+    with torch.no_grad():
+        before = looks(data())
+        assert torch.allclose(before.float(), plain(data()), rtol=1e-2 if precision == "bf16" else 1e-6)
+    assert attempt(lambda: zerorun.initialize(model, config))[0] == "ModelError", (
+        "outside of the mode it is destroyed first"
+    )
+    engine = deepspeed_engine(model, config, optimizer=own_optimizer(model, RATES))
+    with torch.no_grad():
+        assert torch.equal(looks(data()), before)
+    for _ in range(3):
+        step(engine)
+    with torch.no_grad():
+        assert not torch.equal(looks(data()), before) and torch.equal(looks(data()), engine(data()))
+    assert attempt(lambda: deepspeed_engine(model, config))[0] == "ModelError", "this one trains"
+    looks.destroy()
+    with torch.no_grad():
+        assert not torch.equal(engine(data()), before), "that was of another engine"
+    found = [plain_runs(plain, 1), engine.state_dict(exact=True)]
+    engine.destroy()
+    engine = deepspeed_engine(alone, config, optimizer=own_optimizer(alone, RATES))
+    for _ in range(3):
+        step(engine)
+    found.append(engine.state_dict(exact=True))
+    engine.destroy()
+    return found
+
+
+def look_at_divided_layers() -> None:
+    """An engine that has given its module back goes on, without groups of ranks of its own."""
+    model, config = divided_model("llama"), make_config(3, tensor_parallel={"size": 2})
+    looks = deepspeed_engine(model, {key: value for key, value in config.items() if key != "optimizer"})
+    ids = batch_of(0, 0, 0)["input_ids"]
+    with torch.no_grad():
+        before = looks(ids)
+        engine = deepspeed_engine(model, config)
+        again = engine(ids)
+        with patch.object(ParallelizedModel, "of_same_batch", side_effect=AssertionError("its groups are closed")):
+            after = looks(ids)
+    for other in (after, again):
+        assert torch.allclose(before.logits, other.logits, atol=1e-6)
+    engine.destroy()
+
+
+def test_an_engine_over_divided_layers_gives_them_back_and_goes_on() -> None:
+    run_ranks(2, look_at_divided_layers)
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16"))
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_the_mode_trains_a_model_that_an_engine_without_an_optimizer_has(stage: int, precision: str) -> None:
+    """As TRL does with precompute_ref_log_probs."""
+    for plain, found, alone in run_ranks(2, train_what_is_looked_at, stage, precision):
+        for name, value in found.items():
+            assert torch.equal(value, alone[name])
+            if precision == "fp32":
+                assert torch.allclose(value, plain[name], rtol=1e-5, atol=1e-6)
 
 
 def tried_again(stage: int, offload: bool, precision: str, own: bool) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import zerorun
 from ..config.leniency import as_deepspeed_reads
 from ..config.parse import Config, data_parallel_degree, load_config, resolve
 from ..distributed.transport import process_group
-from ..engine.engine import Engine
+from ..engine.engine import Engine, taking_over
 from ..engine.initialize import initialize as make_engine
 from ..errors import ConfigError, ConfigProblem, StepError, TopologyError
 from ..log import is_rank_zero, script_logger, warn_once
@@ -48,7 +49,9 @@ def initialize(
     """Return (engine, optimizer, dataloader, lr_scheduler), as ``zerorun.initialize`` makes them.
 
     ``config_params`` is another name of ``config``. ``distributed_port`` has no effect: the launcher says where ranks meet.
-    ``mesh_param``: the numbers of data-parallel ranks and of those that divide sequences. Raises what
+    ``mesh_param``: the numbers of data-parallel ranks and of those that divide sequences. A model that an engine without an
+    optimizer has, as TRL makes one to evaluate it, is given back by that engine first, which goes on as a call of the model
+    (see ``taking_over``). Raises what
     ``zerorun.initialize`` raises; ConfigError for what tp_model_init(), ``mpu`` or ``mesh_param`` say otherwise than the
     configuration; and TopologyError for an ``mpu`` whose ranks have parts of a layer, unless they are those that the
     configuration names, or if ``dist_init_required`` is False and ranks have not met.
@@ -57,7 +60,8 @@ def initialize(
     source = config_of(config if config is not None else config_params, args)
     if model is None:
         raise ConfigError([ConfigProblem("model", None, "there is no model.", "Pass model=.")], "initialize()")
-    engine = make_engine(
+    make = partial(
+        make_engine,
         model,
         with_script_ranks(as_deepspeed_reads(source), model, mpu, mesh_param),
         optimizer=optimizer,
@@ -66,6 +70,7 @@ def initialize(
         training_data=training_data,
         collate_fn=collate_fn,
     )
+    engine = taking_over(model, make, untrained=True)
     if is_rank_zero():  # by these words clients see in a log that DeepSpeed has made an engine
         script_logger.info("DeepSpeed info: version=%s, the names of zerorun %s", VERSION, zerorun.__version__)
     show_placeholders(engine)

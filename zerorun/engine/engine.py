@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import re
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +20,8 @@ from ..data import EpochLoader, has_state
 from ..distributed.device import on_host
 from ..distributed.same_data import checksum, is_cheap
 from ..distributed.topology import Topology
-from ..errors import StepError
+from ..distributed.transport.world import gather_values
+from ..errors import ModelError, StepError
 from ..log import listed, logger, warn_once
 from ..monitors.device_sample import DeviceSample
 from ..monitors.observer import RunObserver
@@ -33,7 +36,7 @@ from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
 from ..zero.placeholders import released_parameter
 from ..zero.runtime import ModelPart
-from ..zero.sharded_model import ShardedModel, may_change
+from ..zero.sharded_model import ShardedModel, may_change, models_in
 from ..zero.unit import links_of
 from .accumulation import Accumulation, ScaledBackward, check_loss, refuse_no_backward, running, samples_of_step
 from .compilation import show_compilation
@@ -44,6 +47,8 @@ from .saving import automatic_saves_of
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
 COMPARED_STEPS = 10
 _NONE: Mapping[str, Any] = {}
+
+T = TypeVar("T")
 
 
 class Engine(CurvatureTaking):
@@ -77,7 +82,8 @@ class Engine(CurvatureTaking):
         self._border = Border(scaler, lambda: self.loss_scale, running.scale, accumulation.arrivals.enter)
         self.checkpointer  # noqa: B018  it remembers the model as it is now
         if self.sharded is not None:
-            self.sharded.settle_by(self.settle)
+            self.sharded.settle_by(_settling(self))
+        sharded_model.ownership.pass_to(OwningEngine(self, topology if owns_topology else None))
         if observer is not None:
             progress = self.history.progress
             observer.count_steps_by(lambda: progress.global_steps)
@@ -139,6 +145,8 @@ class Engine(CurvatureTaking):
     def _compare_data(self, given: Any) -> None:
         own = self.topology.context > 1 and not (self.module.training or self.config.context_parallel.in_evaluation)
         if self.topology.same_batch == 1 or own or (not is_cheap(given) and self.global_steps >= COMPARED_STEPS):
+            return
+        if not self.sharded_model.units:  # the module was given back, and this is a call of it
             return
         found = self.sharded_model.parts.of_same_batch(checksum(given) or 0)
         if len(set(found)) > 1:
@@ -456,6 +464,85 @@ def let_go(model: ShardedModel, observer: RunObserver | None, report: dict[str, 
         link.close()
     if observer is not None:
         observer.close(model.comm, report)
+
+
+class OwningEngine:
+    """The engine of a model, and what closes with it, so that the module can be given back when the engine is gone.
+
+    Nothing that the module's hooks keep may keep the engine: this alone tells whether somebody still has it.
+    """
+
+    def __init__(self, engine: Engine, topology: Topology | None) -> None:
+        """``topology``: that initialize() made for the engine."""
+        self._engine, self._topology = weakref.ref(engine), topology
+        self._observer, self._saves = engine.observer, engine.automatic_saves
+
+    def is_gone(self) -> bool:
+        return self._engine() is None
+
+    def has_trained(self) -> bool:
+        engine = self._engine()
+        return engine is None or engine.sharded is not None
+
+    def give_back(self, model: ShardedModel) -> None:
+        engine = self._engine()
+        if engine is not None:
+            engine.give_back(exact=True, as_given=True)
+            return
+        if self._saves is not None:
+            self._saves.unwatch()
+        give_back(model, self._topology, partial(let_go, model, self._observer, {}), exact=True, as_given=True)
+
+
+def taking_over(module: nn.Module, make: Callable[[], T], *, untrained: bool = False) -> T:
+    """Return what ``make`` does with ``module``, which engines that nobody has any more give back if it is refused.
+
+    ``make`` raises a ModelError on all ranks alike. ``untrained``: an engine without an optimizer gives it back, too, if
+    ``module`` is its whole model. Somebody may have that engine: it goes on as a call of the module.
+    """
+    try:
+        return make()
+    except ModelError:
+        if not _given_back(module, untrained=untrained):
+            raise
+    return make()
+
+
+def _given_back(module: nn.Module, *, untrained: bool) -> bool:
+    """Give ``module`` back, see ``taking_over``. All ranks must call it, and it ends alike on all.
+
+    False, without a change, if there is no engine, if one is needed, or if its weights are of no use.
+    """
+    gc.collect()  # a trainer that is in a cycle with its engine may have been collected on some ranks only
+    models = models_in(module) if isinstance(module, nn.Module) else []
+    mine = [(model.number, _is_free(model, untrained=untrained and model.module is module)) for model in models]
+    found = gather_values(mine)
+    if not mine or any(theirs != mine for theirs in found) or not all(is_free for _, is_free in mine):
+        return False
+    for model in models:
+        if (owner := model.ownership.owner) is not None:
+            owner.give_back(model)
+    return True
+
+
+def _is_free(model: ShardedModel, *, untrained: bool) -> bool:
+    owner = model.ownership.owner
+    if owner is None or model.half_loaded.spoils_weights:
+        return False
+    if model.comm.topology.pipe > 1:  # its last batch may have failed on the way, so that other stages still wait
+        return False
+    return owner.is_gone() or (untrained and not owner.has_trained())
+
+
+def _settling(engine: Engine) -> Callable[[], None]:
+    """Return ``engine.settle`` for its optimizer, which scripts may keep longer: it does nothing without the engine."""
+    found = weakref.ref(engine)
+
+    def settle() -> None:
+        if (alive := found()) is not None:
+            alive.settle()
+
+    return settle
 
 
 @contextmanager

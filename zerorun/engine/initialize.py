@@ -94,7 +94,7 @@ from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
 from ..zero.unit import Unit, links_of
 from .accumulation import Accumulation, ModuleZeroGrad, zero_grad_beside
 from .compilation import show_compilation
-from .engine import Engine, give_back, let_go
+from .engine import Engine, give_back, let_go, taking_over
 
 # What may be raised on one rank while others go on. The other named errors of initialize() are those of all ranks alike.
 _OF_ONE_RANK = (OrderError, MessageError, SwapError)
@@ -140,12 +140,13 @@ def initialize(
     groups, it is used as it is and stays open; if it has none, ``engine.topology`` is a copy with groups. The engine that
     is returned also unpacks as (engine, optimizer, dataloader, lr_scheduler).
 
-    The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError, ModelError,
-    TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken. Where it fails later, as when
-    ``checkpoint.auto_resume`` or ``lr_scheduler`` does, the module and the optimizer are as they were given, and may be
-    given again: weights have the digits of their masters, and frozen ones and buffers, which have none, are rounded to what
-    such an engine keeps. That takes all ranks: where others may go on without the error, they stay with the engine, as they
-    do where weights are loaded by half.
+    A module that an engine has is refused, unless no rank has that engine any more: then it is given back first, with the
+    weights of now. The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError,
+    ModelError, TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken. Where it fails
+    later, as when ``checkpoint.auto_resume`` or ``lr_scheduler`` does, the module and the optimizer are as they were given,
+    and may be given again: weights have the digits of their masters, and frozen ones and buffers, which have none, are
+    rounded to what such an engine keeps. That takes all ranks: where others may go on without the error, they stay with the
+    engine, as they do where weights are loaded by half.
     """
     setup_logging()
     if topology is None and isinstance(model, Pipelined) and isinstance(model.topology(), Topology):
@@ -161,7 +162,7 @@ def initialize(
             refuse_open_blocks(model)
         return take_in(model, config, args, *given)
 
-    wanted, raw = _agree(read)
+    wanted, raw = taking_over(model, lambda: _agree(read))
     _compare_ranks(model, wanted, topology, raw.group_of)
 
     def refuse() -> Any:

@@ -276,17 +276,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         if loads is not None:
             loads.end_step()
         self.sharded_model.forget_gradients()
-        self.accumulation.begin(self._looks_for_culprits)
-
-    def _looks_for_culprits(self) -> bool:
-        """Looking at gradients means waiting for the device, so only the last step is looked at that may be skipped.
-
-        Where no step may be, as in fp32, each would have to be.
-        """
-        scaler, unknown = self.history.scaler, self.history.unsettled is not None
-        if scaler.dynamic:
-            return scaler.at_minimum
-        return self.history.progress.skips_in_a_row + unknown >= _most_skips(self.config) - 1
+        self.accumulation.begin(partial(_looks_for_culprits, self.history, self.config))  # which the module's hooks keep
 
     # -- the outcome of a step -----------------------------------------------------------------------------------
 
@@ -471,6 +461,17 @@ class Outcomes(Reports, Counters, LoopQueries):
         own = self.history.progress.last_samples, self.train_micro_batch_size_per_gpu()
         counts = self.global_steps, self.global_samples, self.skipped_steps, *own
         return StepRecord(*counts, outcome.loss, norm, self.get_lr(), scale)
+
+
+def _looks_for_culprits(history: History, config: Config) -> bool:
+    """Looking at gradients means waiting for the device, so only the last step is looked at that may be skipped.
+
+    Where no step may be, as in fp32, each would have to be.
+    """
+    scaler, unknown = history.scaler, history.unsettled is not None
+    if scaler.dynamic:
+        return scaler.at_minimum
+    return history.progress.skips_in_a_row + unknown >= _most_skips(config) - 1
 
 
 def _most_skips(config: Config) -> int:

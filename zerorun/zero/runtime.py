@@ -508,12 +508,20 @@ class Runtime:
         self._inside.forget_inputs()
 
 
-def refuse_managed(module: nn.Module) -> None:
-    """Raise ModelError if a runtime has hooks in ``module``: a second one would train parameters that nobody reads."""
+def runtimes_in(module: nn.Module) -> Iterator[tuple[str, Runtime]]:
+    """(The name of a module inside ``module``, the runtime that has a hook there), for each such hook."""
     for name, part in module.named_modules():
         for hook in part._forward_pre_hooks.values():
-            if isinstance(hook, partial) and isinstance(getattr(hook.func, "__self__", None), Runtime):
-                raise ModelError(
-                    f"{f'its module {name!r}' if name else 'the model'} belongs to an engine already, which has its "
-                    "parameters. Remedy: call destroy() of that engine first, or build the model anew."
-                )
+            runtime = getattr(hook.func, "__self__", None) if isinstance(hook, partial) else None
+            if isinstance(runtime, Runtime):
+                yield name, runtime
+
+
+def refuse_managed(module: nn.Module) -> None:
+    """Raise ModelError if a runtime has hooks in ``module``: a second one would train parameters that nobody reads."""
+    for name, _ in runtimes_in(module):
+        raise ModelError(
+            f"{f'its module {name!r}' if name else 'the model'} belongs to an engine already, which has its parameters. "
+            "Remedy: call destroy() of that engine first, on all ranks: with accelerate and transformers' Trainer, "
+            "trainer.accelerator.free_memory() or trainer.model_wrapped.destroy(). Or build the model anew."
+        )

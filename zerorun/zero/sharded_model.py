@@ -22,7 +22,7 @@ from .away import GRADIENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup
 from .norm import Decision, Norm, Summary, Told
 from .pieces import owned_gradient
-from .runtime import Runtime
+from .runtime import Runtime, runtimes_in
 from .sharded_optimizer import ShardedOptimizer
 from .unit import Unit, finish_updates, links_of
 
@@ -123,6 +123,11 @@ class HalfLoaded:
         """True if ``what``, such as "weights", is half loaded."""
         return what in self._begun
 
+    @property
+    def spoils_weights(self) -> bool:
+        """True if the weights are half loaded, or if ranks may differ by an edit."""
+        return self.has("weights") or bool(self._edited)
+
     def edit(self, name: str) -> None:
         """A script has changed the parameter ``name`` on this rank, and maybe not on others."""
         self._edited.add(name)
@@ -167,6 +172,33 @@ class OpenBlock(Protocol):
         ...
 
 
+class Owner(Protocol):
+    """The engine of a sharded model, or what is left of one that is gone. It gives the module back."""
+
+    def is_gone(self) -> bool:
+        """True if nobody has the engine any more."""
+        ...
+
+    def has_trained(self) -> bool:
+        """True unless the engine is there and has no optimizer."""
+        ...
+
+    def give_back(self, model: ShardedModel) -> None:
+        """Let the module of ``model`` be as it was given, with the weights of now. Collective."""
+        ...
+
+
+class Ownership:
+    """Whose a model is. ``owner``: None until its engine is made."""
+
+    def __init__(self) -> None:
+        self.owner: Owner | None = None
+
+    def pass_to(self, owner: Owner) -> None:
+        """``owner`` gives the module back from now on."""
+        self.owner = owner
+
+
 _numbers = itertools.count()  # of engines
 _models: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
 
@@ -186,6 +218,7 @@ class ShardedModel:
         self.number = next(_numbers)  # of the engine, the same on all ranks
         self.before_update: list[Callable[[], None]] = []  # called when gradients are reduced and weights are as before
         self.half_loaded = HalfLoaded()
+        self.ownership = Ownership()
         self.blocks: list[OpenBlock] = []  # that have parameters of this model, in the same order on all ranks
         self._norm = Norm(runtime.comm, runtime.units)
         self.homes = {
@@ -402,6 +435,12 @@ def home_of(param: torch.Tensor) -> tuple[ShardedModel, ParameterHome] | None:
         if home is not None and home.flat_group.params[home.entry] is param:
             return model, home
     return None
+
+
+def models_in(module: nn.Module) -> list[ShardedModel]:
+    """The sharded models that have hooks in ``module``, in the same order on all ranks."""
+    runtimes = {id(runtime) for _, runtime in runtimes_in(module)}
+    return sorted((model for model in _models if id(model.runtime) in runtimes), key=lambda model: model.number)
 
 
 def refuse_shared_parameters(module: nn.Module) -> None:
