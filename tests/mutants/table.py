@@ -4749,6 +4749,14 @@ MUTANTS = (
         ("tests/ranks/test_parallel_access.py", "-k", "do_not_run_with_whole"),
     ),
     Mutant(
+        "exact-weights-of-before-the-disk-has-written",
+        "wait",
+        "zerorun/zero/access.py",
+        "    finish_updates([unit])  # a disk may still be writing them",
+        "    pass",
+        ("tests/ranks/test_access.py::test_exact_weights_wait_for_the_disk",),
+    ),
+    Mutant(
         "a-block-keeps-parameters-after-destroy",
         "stale",
         "zerorun/zero/sharded_model.py",

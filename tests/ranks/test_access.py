@@ -30,6 +30,7 @@ from zerorun.deepspeed.engine_names import load_module_state_dict, module_state_
 from zerorun.deepspeed.parameters import GatheredBlock, show_placeholders
 from zerorun.distributed.layout import ALIGNMENT
 from zerorun.errors import CheckpointError, ModelError, ReleasedParameterError, ZerorunError
+from zerorun.ops.aio import AsyncFile
 from zerorun.zero import GatheredParameters, Init
 from zerorun.zero.init import part_of
 from zerorun.zero.placeholders import UnsavedPlaceholder
@@ -628,6 +629,40 @@ def test_a_layer_may_open_a_block_in_its_forward() -> None:
     expected = run_ranks(2, blocks_in_a_forward, 0)[0]
     for found in run_ranks(2, blocks_in_a_forward, 3):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+class WrittenLate:
+    """A write that begins when somebody waits for it."""
+
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        self._begin = begin
+
+    def done(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._begin().wait()
+
+
+def exact_weights_on_a_slow_disk(folder: str) -> list[str]:
+    """Which masters differ from those that are read when the disk has written all."""
+    torch.manual_seed(0)
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
+    write = AsyncFile.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncFile, "write", lambda *args: WrittenLate(partial(write, *args)))
+        engine = zerorun.initialize(Gpt(), make_config(3, **BF16, zero_optimization=disk), topology=shared_topology())
+        stepped(engine, 0)
+        found = engine.state_dict(exact=True)
+        engine.sharded_model.finish_updates()
+        expected = engine.state_dict(exact=True)
+        engine.destroy()
+    return [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+def test_exact_weights_wait_for_the_disk(tmp_path: Path) -> None:
+    """They were those of before the last step, or half of them, where the disk was still writing."""
+    assert run_ranks(2, exact_weights_on_a_slow_disk, str(tmp_path)) == [[], []]
 
 
 def destroyed_in_a_block(stage: int, modifier: int | None, edits: bool, anew: bool) -> list[Any]:

@@ -18,7 +18,7 @@ from .flat_group import FlatGroup, TrainedGroup, fresh_gradient, rounded, take_w
 from .pieces import OptimizerPiece
 from .runtime import MADE_BY, Runtime
 from .sharded_model import ParameterHome, ShardedModel, find, model_of
-from .unit import Unit
+from .unit import Unit, finish_updates
 
 
 def compare_request(model: ShardedModel, function: str, wanted: Sequence[str]) -> None:
@@ -64,6 +64,7 @@ def _exact(model: ShardedModel, unit: Unit, flat_group: FlatGroup) -> torch.Tens
     weights = flat_weights(model.runtime, unit, flat_group)
     if not isinstance(flat_group, TrainedGroup) or not flat_group.has_more_than_weights:
         return weights
+    finish_updates([unit])  # a disk may still be writing them
     model.bring_back(MASTERS)
     full = gathered(model, flat_group, flat_group.exact, unit.name)
     return torch.where(rounded(flat_group.plan, full) == weights, full, weights)
@@ -112,6 +113,7 @@ class WholeValues:
         flat_group = home.flat_group
         key = id(flat_group), master and flat_group.master is not None
         if key not in self._flats and isinstance(flat_group, TrainedGroup) and key[1]:
+            finish_updates([home.unit])  # as in _exact
             self._model.bring_back(MASTERS, WEIGHTS)
             self._flats[key] = gathered(self._model, flat_group, flat_group.exact, home.unit.name)
         elif key not in self._flats:
