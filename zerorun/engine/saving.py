@@ -60,15 +60,13 @@ class Saving(Outcomes):
         for this option, and ``save_dir`` for ``dir``. ``asynchronous``: return when this rank's part has been copied, and
         write it in the background (see ``wait_for_checkpoint``). ``unfinished_step``: save also in the middle of an
         accumulation, with a warning: weights and states are those after the last update, its gradients are left out, and
-        the step goes on in this process. It has no effect where states are on a disk.
+        the step goes on in this process.
 
         Raises CheckpointError on all ranks alike, naming the rank and the file; earlier checkpoints stay untouched.
         Raises StepError in the middle of an accumulation otherwise, because its gradients would be lost.
         """
         named = translate(others, {"save_dir": "dir", "trainable_only": "trainable_only"}, "save_checkpoint")
-        places = self.config.zero_optimization.offload_optimizer, self.config.zero_optimization.offload_param
-        # What a step has begun to read from a disk or to write there is not told apart from what the last one left.
-        if unfinished_step and all(place.device != "nvme" for place in places):
+        if unfinished_step:
             self._leave_out_unfinished_step()
         else:
             self._refuse_unfinished_step()
