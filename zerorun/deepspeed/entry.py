@@ -51,10 +51,9 @@ def initialize(
     ``config_params`` is another name of ``config``. ``distributed_port`` has no effect: the launcher says where ranks meet.
     ``mesh_param``: the numbers of data-parallel ranks and of those that divide sequences. A model that an engine without an
     optimizer has, as TRL makes one to evaluate it, is given back by that engine first, which goes on as a call of the model
-    (see ``taking_over``). Raises what
-    ``zerorun.initialize`` raises; ConfigError for what tp_model_init(), ``mpu`` or ``mesh_param`` say otherwise than the
-    configuration; and TopologyError for an ``mpu`` whose ranks have parts of a layer, unless they are those that the
-    configuration names, or if ``dist_init_required`` is False and ranks have not met.
+    (see ``taking_over``). Raises what ``zerorun.initialize`` raises; ConfigError for what tp_model_init(), ``mpu`` or
+    ``mesh_param`` say otherwise than the configuration; and TopologyError for an ``mpu`` whose ranks have parts of a layer,
+    unless they are those that the configuration names, or if ``dist_init_required`` is False and ranks have not met.
     """
     _refuse_strangers(dist_init_required)
     source = config_of(config if config is not None else config_params, args)

@@ -86,8 +86,8 @@ class ScriptGuard:
     """Finds what a script does with parameters that would be lost, or is not what it seems.
 
     ``held``: ids of parameters inside a GatheredParameters block; ``joined``: id -> name of those of them that tensor ranks
-    divide, and that are whole there. ``state_dict_allowed``: though it has placeholders, which
-    whoever asks puts full values for; ``placeholders_shown``: to the script, too. ``added``: what the module has got since.
+    divide, and that are whole there. ``state_dict_allowed``: though it has placeholders, which whoever asks puts full
+    values for; ``placeholders_shown``: to the script, too. ``added``: what the module has got since.
     """
 
     def __init__(self, module: nn.Module, units: list[Unit], device: torch.device) -> None:
