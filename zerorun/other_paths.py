@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import InspectLoader, MetaPathFinder
+else:  # the import system asks for their methods alone, and importing them takes a fifth of the time of ``zerorun --help``
+    InspectLoader = MetaPathFinder = object
 
 PATHS = {
     "checkpointing": "zerorun.activations.checkpointing",

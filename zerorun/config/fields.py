@@ -83,7 +83,8 @@ class EffectiveValue:
 class Section(BaseModel):
     """One JSON object with known keys. A field's alias is DeepSpeed's spelling; its Python name is accepted as well."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    # A validator is built when its class is first used: a file names few of the optimizers, schedules and monitors.
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True, defer_build=True)
     other_names: ClassVar[dict[str, str]] = {}  # further spellings -> the key
     features: ClassVar[dict[str, Feature]] = {}
 

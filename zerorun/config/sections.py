@@ -5,8 +5,8 @@ Lengths called ``*_size``, ``*_parameters`` or ``*_threshold`` in ``zero_optimiz
 (fields.py) say what happens to the others.
 """
 
-from __future__ import annotations
-
+# Without ``from __future__ import annotations``: pydantic would evaluate every annotation from its text, which takes a
+# third of the time of importing this file.
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
