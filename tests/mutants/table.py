@@ -4847,7 +4847,7 @@ MUTANTS = (
     Mutant(
         "garbage-of-one-rank-keeps-a-model",
         "rank",
-        "zerorun/engine/engine.py",
+        "zerorun/engine/taking_over.py",
         "    gc.collect()  # a trainer that is in a cycle with its engine may have been collected on some ranks only",
         "",
         ("tests/ranks/test_foreign_values.py", "-k", "engine_nobody_has"),

@@ -17,8 +17,9 @@ import zerorun
 from ..config.leniency import as_deepspeed_reads
 from ..config.parse import Config, data_parallel_degree, load_config, resolve
 from ..distributed.transport import process_group
-from ..engine.engine import Engine, taking_over
+from ..engine.engine import Engine
 from ..engine.initialize import initialize as make_engine
+from ..engine.taking_over import taking_over
 from ..errors import ConfigError, ConfigProblem, StepError, TopologyError
 from ..log import is_rank_zero, script_logger, warn_once
 from ..startup.inputs import config_of

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 import traceback
@@ -20,8 +19,7 @@ from ..data import EpochLoader, has_state
 from ..distributed.device import on_host
 from ..distributed.same_data import checksum, is_cheap
 from ..distributed.topology import Topology
-from ..distributed.transport.world import gather_values
-from ..errors import ModelError, StepError
+from ..errors import StepError
 from ..log import listed, logger, warn_once
 from ..monitors.device_sample import DeviceSample
 from ..monitors.observer import RunObserver
@@ -36,7 +34,7 @@ from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
 from ..zero.placeholders import released_parameter
 from ..zero.runtime import ModelPart
-from ..zero.sharded_model import ShardedModel, may_change, models_in
+from ..zero.sharded_model import ShardedModel, may_change
 from ..zero.unit import links_of
 from .accumulation import Accumulation, ScaledBackward, check_loss, refuse_no_backward, running, samples_of_step
 from .compilation import show_compilation
@@ -492,46 +490,6 @@ class OwningEngine:
         if self._saves is not None:
             self._saves.unwatch()
         give_back(model, self._topology, partial(let_go, model, self._observer, {}), exact=True, as_given=True)
-
-
-def taking_over(module: nn.Module, make: Callable[[], T], *, untrained: bool = False) -> T:
-    """Return what ``make`` does with ``module``, which engines that nobody has any more give back if it is refused.
-
-    ``make`` raises a ModelError on all ranks alike. ``untrained``: an engine without an optimizer gives it back, too, if
-    ``module`` is its whole model. Somebody may have that engine: it goes on as a call of the module.
-    """
-    try:
-        return make()
-    except ModelError:
-        if not _given_back(module, untrained=untrained):
-            raise
-    return make()
-
-
-def _given_back(module: nn.Module, *, untrained: bool) -> bool:
-    """Give ``module`` back, see ``taking_over``. All ranks must call it, and it ends alike on all.
-
-    False, without a change, if there is no engine, if one is needed, or if its weights are of no use.
-    """
-    gc.collect()  # a trainer that is in a cycle with its engine may have been collected on some ranks only
-    models = models_in(module) if isinstance(module, nn.Module) else []
-    mine = [(model.number, _is_free(model, untrained=untrained and model.module is module)) for model in models]
-    found = gather_values(mine)
-    if not mine or any(theirs != mine for theirs in found) or not all(is_free for _, is_free in mine):
-        return False
-    for model in models:
-        if (owner := model.ownership.owner) is not None:
-            owner.give_back(model)
-    return True
-
-
-def _is_free(model: ShardedModel, *, untrained: bool) -> bool:
-    owner = model.ownership.owner
-    if owner is None or model.half_loaded.spoils_weights:
-        return False
-    if model.comm.topology.pipe > 1:  # its last batch may have failed on the way, so that other stages still wait
-        return False
-    return owner.is_gone() or (untrained and not owner.has_trained())
 
 
 def _settling(engine: Engine) -> Callable[[], None]:

@@ -94,7 +94,8 @@ from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
 from ..zero.unit import Unit, links_of
 from .accumulation import Accumulation, ModuleZeroGrad, zero_grad_beside
 from .compilation import show_compilation
-from .engine import Engine, give_back, let_go, taking_over
+from .engine import Engine, give_back, let_go
+from .taking_over import taking_over
 
 # What may be raised on one rank while others go on. The other named errors of initialize() are those of all ranks alike.
 _OF_ONE_RANK = (OrderError, MessageError, SwapError)
