@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from zerorun.errors import ConfigError, LaunchError
 
-from .options import build_parser, parse_args
+from .options import VERIFY_CODES, VERIFY_MODULE, build_parser, parse_args
 
 if TYPE_CHECKING:
     from .carriers import CarrierOptions
@@ -286,6 +286,7 @@ def make_request(
         spares=args.spares or 0,
         job_id=args.rdzv_id,
         role=args.role,
+        told_codes=VERIFY_CODES if args.module and args.target == VERIFY_MODULE else (),
     )
 
 

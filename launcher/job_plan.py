@@ -97,6 +97,7 @@ class LaunchRequest:
     spares: int = 0  # the last of the hosts, which are in reserve
     job_id: str = "none"
     role: str = "default"
+    told_codes: tuple[int, ...] = ()  # see JobPlan
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class JobPlan:
     master_port: int | str
     nodes: tuple[NodePlan, ...]
     exports: Mapping[str, str] = field(default_factory=dict)
+    told_codes: tuple[int, ...] = ()  # with which a worker ends that has told why: there is no failure to report
 
     @property
     def workers(self) -> tuple[WorkerCommand, ...]:
@@ -160,7 +162,7 @@ def build_plan(
             workers.append(WorkerCommand(place.rank, local_rank, _worker_argv(request, local_rank), env, bound))
         nodes.append(NodePlan(host.name, node_rank, tuple(workers)))
         first += count
-    return JobPlan(rendezvous.address, rendezvous.port, tuple(nodes), request.exports)
+    return JobPlan(rendezvous.address, rendezvous.port, tuple(nodes), request.exports, request.told_codes)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import zerorun
 from .foreign_options import add_foreign_options, launcher_name, torchrun_defaults
 
 VERIFY = "verify"  # the script that zerorun has: module:function --config FILE
+VERIFY_MODULE, VERIFY_CODES = "zerorun.verify", (1, 2)  # it differs; it cannot be verified
 _LAUNCHERS = ("local", "ssh", "slurm", "pdsh", "openmpi")
 
 _EPILOG = """\
@@ -278,7 +279,7 @@ def parse_args(
     if args.module and args.no_python:
         parser.error("--module and --no-python exclude each other")
     if command[0] == VERIFY and not (args.module or args.no_python or os.path.exists(VERIFY)):
-        args.module, args.target = True, "zerorun.verify"
+        args.module, args.target = True, VERIFY_MODULE
     if not args.module and not args.no_python and not os.path.exists(args.target):
         parser.error(f"script not found: {args.target}")
     return args

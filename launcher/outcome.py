@@ -124,6 +124,8 @@ class Round:
             asked = f"[zerorun] the workers ask to be started again (exit code {REQUEUE_STATUS})"
             return REQUEUE_STATUS, [*stuck, asked]
         first = self.first_failure(tails)
+        if first is not None and first.returncode in self.plan.told_codes:
+            return first.returncode, stuck
         if first is not None:
             others = [end for rank, end in ends.items() if rank != first.rank]
             report = failure_report(first, others, oom_kills=self.oom_kills, cause=self.other_sizes)

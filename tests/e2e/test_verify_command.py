@@ -63,6 +63,7 @@ def test_a_difference_is_told_and_is_an_exit_status(tmp_path: Path) -> None:
     status, out, err, _ = command(tmp_path, "apart", config(3), "--steps", "1")
     assert status == 1, err
     assert "NOT EQUAL, first at step 1 of 1, micro-batch 1\n  point    loss: loss\n  rank     1 (shard 1)" in out
+    assert "failed first" not in err, "a verdict was told as a crash"
 
 
 @pytest.mark.parametrize(
@@ -100,3 +101,4 @@ def test_what_cannot_be_verified_is_refused(tmp_path: Path, function: str, more:
     status, _, err, _ = command(tmp_path, function, {**config(0), **more})
     assert status == 2
     assert told in err
+    assert "failed first" not in err

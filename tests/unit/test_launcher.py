@@ -29,6 +29,7 @@ from zerorun.launcher.job_plan import (
     render_text,
 )
 from zerorun.launcher.options import build_parser, parse_args
+from zerorun.launcher.outcome import Round
 
 HOSTILE = ["a b", "it's", 'say "x"', "$HOME", "`id`", "two\nlines", "", "*", "\\", "--", "-m", "--nproc", "ключ"]
 
@@ -65,6 +66,19 @@ def test_verify_is_a_module_of_ours_unless_there_is_such_a_script(tmp_path: Path
     (tmp_path / "verify").touch()
     args = parse(*words)
     assert (args.module, args.target) == (False, "verify")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "lines"), [("verify", 1, 0), ("verify", 2, 0), ("verify", 3, 1), ("train.py", 1, 1)]
+)
+def test_a_verdict_is_no_crash(words: str, code: int, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    args: Any = parse("--nproc=1", words, "task:make")
+    plan = build_plan(cli.make_request(args, "local", [Host("localhost", (0,))], {}), Rendezvous("127.0.0.1", 1234))
+    ended = failures.WorkerEnd(0, code, 1.0, ("zerorun verify: NOT EQUAL",), asked_to_stop=False)
+    status, told = Round(plan, 0.0, {0: ended}, [0]).conclude({})
+    assert (status, len(told)) == (code, lines)
 
 
 @pytest.fixture
