@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import FrameType
@@ -16,6 +17,7 @@ from zerorun.distributed.transport import peer_memory
 
 ROOT = Path(__file__).parents[2]
 MOST = 26  # only ever lowered; 8 are wanted
+ABOVE = 14  # of them those that are neither below the transports' interface nor in ops/; only ever lowered, too
 BOARD = ROOT / "zerorun/watch/board.py"  # where a step notes what it is at: nothing that it does depends on it
 
 
@@ -49,3 +51,15 @@ def files_of_a_step() -> list[str]:
 def test_a_step_passes_few_files() -> None:
     for found in run_ranks(2, files_of_a_step):
         assert 0 < len(found) <= MOST, "\n".join(found)
+        below = [str(ROOT / folder) for folder in ("ops", "zerorun/distributed")]
+        above = [name for name in found if not name.startswith(tuple(below))]
+        assert len(above) <= ABOVE, "\n".join(above)
+
+
+def test_the_manual_follows_a_step_through_eight_files() -> None:
+    design = (ROOT / "docs/design.md").read_text()
+    section = design.split("\n## One step\n")[1].split("\n## ")[0]
+    named = set(re.findall(r"`((?:engine|zero|plan|distributed)/[\w/]+\.py)`", section.split("\n\nBeside")[0]))
+    (passed,) = {tuple(found) for found in run_ranks(2, files_of_a_step)}
+    assert len(named) == 8
+    assert {str(ROOT / "zerorun" / name) for name in named} <= set(passed)
