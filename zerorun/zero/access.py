@@ -447,8 +447,8 @@ def trained(param: torch.Tensor, function: str) -> tuple[ShardedModel, Parameter
     model, home = managed(param, function)
     if not isinstance(home.flat_group, TrainedGroup):
         raise ModelError(
-            f"{function}(...): {home.name!r} is frozen, or in no parameter group of the optimizer, so it has no gradient. "
-            "Remedy: let it require a gradient, and give it to the optimizer, before initialize()."
+            f"{function}(...): {home.name!r} is frozen, or in no parameter group of the optimizer: it has no gradient "
+            "and no state. Remedy: let it require a gradient, and give it to the optimizer, before initialize()."
         )
     refuse_copies(home)
     return model, home, home.flat_group
