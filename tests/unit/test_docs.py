@@ -21,8 +21,9 @@ import pytest
 
 import zerorun
 from zerorun import zero
-from zerorun.config.fields import Inert, Refused, Section
-from zerorun.config.parse import load_config
+from zerorun.config.fields import Section
+from zerorun.config.keys import key_tables
+from zerorun.config.parse import load_config, main
 from zerorun.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
@@ -187,17 +188,21 @@ def sections(section: type[Section]) -> list[type[Section]]:
 
 
 def test_every_key_that_does_something_says_what() -> None:
-    module = hooks()
-    definitions = {node.name: node for source in module.SOURCES for node in module.class_definitions(source)}
-    silent = []
-    for section in sections(Config):
-        meanings = dict(module.fields(definitions[section.__name__]))
-        for name, field in section.model_fields.items():
-            marked = any(isinstance(mark, (Inert, Refused)) for mark in field.metadata)
-            holds_section = module.section_class(field.annotation, definitions) is not None
-            if not (marked or holds_section or name in meanings):
-                silent.append(f"{section.__name__}.{name}")
-    assert not silent
+    assert not [f"{table.path}.{key.name}" for table in key_tables() for key in table.keys if not key.meaning]
+
+
+def test_keys_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--keys", "Overlap_comm"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("zero_optimization.overlap_comm: true, false") and "\n    " in printed
+    assert "`" not in printed
+    assert main(["--keys"]) == 0
+    assert capsys.readouterr().out.count("\n\n") > 150
+    assert main(["--keys", "no such key"]) == 2
+    assert "no key has 'no such key'" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([])
+    assert "give the path of a JSON file, or --keys" in capsys.readouterr().err
 
 
 def test_the_page_of_keys_has_all_of_them() -> None:

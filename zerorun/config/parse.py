@@ -25,6 +25,7 @@ from zerorun.config.rules import collect_notes, context_sizes, find_contradictio
 from zerorun.config.schema import Config, Optimizer, Provenance, Scheduler, ZeroOptimization, flatten
 from zerorun.config.source import read_source
 from zerorun.errors import ConfigError, ConfigProblem
+from zerorun.log import print_lines
 
 __all__ = [
     "Config",
@@ -428,7 +429,10 @@ class _Resolution:
 def main(arguments: list[str] | None = None) -> int:
     """The command line. Returns 0, or 2 if the configuration cannot be used."""
     parser = argparse.ArgumentParser(prog="python -m zerorun.config", description="Check and print a configuration.")
-    parser.add_argument("source", help="path of the JSON file, or base64 text")
+    parser.add_argument("source", nargs="?", help="path of the JSON file, or base64 text")
+    parser.add_argument(
+        "--keys", nargs="?", const="", metavar="WORD", help="print all keys that a file can have, or those with WORD"
+    )
     parser.add_argument("--world-size", type=int, default=1, help="number of ranks (default 1)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--micro-batch", type=int, help="samples per rank, where the file says auto or nothing")
@@ -438,6 +442,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hidden-size", type=int, help="hidden size of the model, for bucket sizes that say auto")
     parser.add_argument("--no-bf16", action="store_true", help="the device has no bf16")
     options = parser.parse_args(arguments)
+    if options.keys is not None:
+        return _print_keys(options.keys)
+    if options.source is None:
+        parser.error("which configuration? Remedy: give the path of a JSON file, or --keys")
     if options.world_size < 1:
         parser.error(f"--world-size {options.world_size}: a job has at least one rank")
     try:
@@ -457,6 +465,18 @@ def main(arguments: list[str] | None = None) -> int:
         _print(json.dumps({"errors": problems}, indent=2) if options.json else str(error))
         return 2
     _print(json.dumps(_report(config), indent=2) if options.json else config.describe())
+    return 0
+
+
+def _print_keys(word: str) -> int:
+    from zerorun.config.keys import keys_with  # it reads source code, which nothing else does
+
+    found = keys_with(word)
+    if not found:
+        told = f"no key has {word!r} in its name. Keywords of optimizers and schedules are those of torch and DeepSpeed."
+        print(f"python -m zerorun.config: {told}", file=sys.stderr)
+        return 2
+    print_lines("\n\n".join(found).splitlines())
     return 0
 
 
