@@ -4845,6 +4845,14 @@ MUTANTS = (
         ("tests/ranks/test_foreign_values.py", "-k", "without_an_optimizer_has"),
     ),
     Mutant(
+        "tensor-ranks-have-samples-of-their-own",
+        "divisor",
+        "zerorun/deepspeed/tensor_ranks.py",
+        "    own = written // size",
+        "    own = written",
+        ("tests/ranks/test_tensor_ranks.py::test_the_batch_of_a_step_counts_tensor_ranks_as_deepspeed_does",),
+    ),
+    Mutant(
         "garbage-of-one-rank-keeps-a-model",
         "rank",
         "zerorun/engine/taking_over.py",

@@ -14,7 +14,7 @@ from torch import nn
 import zerorun.deepspeed.entry as deepspeed
 from zerorun.deepspeed import groups
 from zerorun.deepspeed.tensor_ranks import tp_model_init
-from zerorun.errors import ZerorunError
+from zerorun.errors import ConfigError, ZerorunError
 
 STEPS = 3
 
@@ -99,6 +99,36 @@ def test_a_model_without_blocks_is_divided(stage: int, asked: str) -> None:
     for found in run_ranks(4, train, stage, asked):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+class DataMpu(Mpu):
+    """It tells data-parallel ranks from tensor ranks."""
+
+    def get_data_parallel_world_size(self) -> int:
+        return dist.get_world_size() // self.get_model_parallel_world_size()
+
+
+def batches_of_steps() -> list[tuple[int, int]]:
+    """(samples of a step, micro-batches of a step) of configurations with a train_batch_size, as DeepSpeed counts it."""
+    raw, found = {"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}, []
+    neighbours = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+    for mpu in (None, Mpu(neighbours), DataMpu(neighbours)):
+        engine, *_ = deepspeed.initialize(model=made(), config=config(**raw), mpu=mpu)
+        found.append((engine.train_batch_size(), engine.gradient_accumulation_steps()))
+        engine.destroy()
+    wished = tp_model_init(made(), tp_size=2, dtype=torch.float32)
+    for source in (deepspeed.parse_config(config(**raw)), config(train_batch_size=16)):
+        engine, *_ = deepspeed.initialize(model=wished, config=source)
+        found.append((engine.train_batch_size(), engine.gradient_accumulation_steps()))
+        engine.destroy()
+    with pytest.raises(ConfigError, match=r"train_batch_size = 15: as in DeepSpeed it counts .* the 2 tensor ranks"):
+        deepspeed.initialize(model=made(), config=config(**{**raw, "train_batch_size": 15}))
+    return found
+
+
+def test_the_batch_of_a_step_counts_tensor_ranks_as_deepspeed_does() -> None:
+    for found in run_ranks(4, batches_of_steps):
+        assert found == [(8, 2), (8, 2), (16, 4), (8, 2), (8, 2)]
 
 
 def refusals() -> list[str]:

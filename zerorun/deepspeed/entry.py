@@ -27,7 +27,7 @@ from ..watch.launched import launched, world_size_in
 from .param_grad import show_gradients
 from .parameters import show_placeholders
 from .surface import VERSION
-from .tensor_ranks import with_script_ranks
+from .tensor_ranks import with_own_samples, with_script_ranks
 
 _engines: list[weakref.ref[Engine]] = []
 
@@ -124,10 +124,11 @@ def engine_of(optimizer: torch.optim.Optimizer) -> Engine | None:
 def parse_config(config: Any, mpu: Any = None, mesh_device: Any = None) -> Config:
     """Return the configuration of a path or a dict, with the batch sizes that it has on the ranks of this job.
 
-    ``deepspeed.DeepSpeedConfig(...)``; ``mpu`` and ``mesh_device`` change nothing. Raises ConfigError.
+    ``deepspeed.DeepSpeedConfig(...)``. An ``mpu`` tells tensor ranks from data-parallel ones, see ``with_own_samples``;
+    ``mesh_device`` changes nothing. Raises ConfigError.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else world_size_in(os.environ)
-    parsed = load_config(as_deepspeed_reads(config), world_size=world_size)
+    parsed = load_config(with_own_samples(as_deepspeed_reads(config), mpu), world_size=world_size)
     return resolve(parsed, data_parallel_size=data_parallel_degree(parsed, world_size))
 
 

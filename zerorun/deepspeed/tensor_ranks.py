@@ -20,7 +20,10 @@ from ..config.parse import Config, load_config
 from ..config.rules import context_sizes, tensor_sizes
 from ..config.source import read_source
 from ..errors import ConfigError, ConfigProblem, TopologyError
+from ..log import info_once
 from .sequence_ranks import divides_in_evaluation
+
+_TRAIN = "train_batch_size"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,31 @@ def with_script_ranks(source: Any, model: nn.Module, mpu: Any, mesh_param: Any =
     if mpu is not None:
         config = load_config(source, optimizer_given=True, scheduler_given=True)
         _check_parts(mpu, model, max(tensor_sizes(config).values()))
-    return source
+    return with_own_samples(source, mpu)
+
+
+def with_own_samples(source: Any, mpu: Any) -> Any:
+    """Return the configuration ``source`` with a ``train_batch_size`` of samples that differ, or ``source`` itself.
+
+    DeepSpeed's counts those of tensor ranks as well, which have the same ones, where no mpu tells them from data-parallel
+    ranks. So do the numbers that trainers write for "auto". Raises ConfigError if tensor ranks do not divide it.
+    """
+    if source is None or isinstance(source, Config) or hasattr(mpu, "get_data_parallel_world_size"):
+        return source
+    raw, name = read_source(source)
+    written = raw.get(_TRAIN)
+    if type(written) is not int or "tensor_parallel" not in raw:
+        return source
+    size = max(tensor_sizes(load_config(source, optimizer_given=True, scheduler_given=True)).values())
+    if size == 1:
+        return source
+    if written % size:
+        reason = f"as in DeepSpeed it counts the samples of each of the {size} tensor ranks, which have the same ones."
+        remedy = f"Write a multiple of {size}, or leave it out and give the other two sizes."
+        raise ConfigError([ConfigProblem(_TRAIN, written, reason, remedy)], name)
+    own = written // size
+    info_once(f"{name}: train_batch_size {written} counts {size} tensor ranks, as in DeepSpeed: a step has {own} samples.")
+    return {**raw, _TRAIN: own}
 
 
 def _sequence_ranks_in(mesh_param: Any) -> int:
