@@ -4876,4 +4876,12 @@ MUTANTS = (
         "            self.sharded.settle_by(self.settle)",
         ("tests/ranks/test_foreign_values.py", "-k", "engine_nobody_has"),
     ),
+    Mutant(
+        "neighbours-of-a-set-part-are-gathered-anew",
+        "order",
+        "zerorun/zero/edits.py",
+        "        entry_view(home, flat_group.full).copy_(entry_view(home, whole))  # others may have edits of this rank, in a block",
+        "        flat_group.full.copy_(whole)",
+        ("tests/ranks/test_access.py", "-k", "parts_that_are_set"),
+    ),
 )

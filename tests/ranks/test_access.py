@@ -486,6 +486,33 @@ def test_an_edit_before_a_step_in_its_block_is_an_error_on_all_ranks(
     assert ("head.weight" in answers[1][0]) is first
 
 
+def part_set_in_a_block(stage: int, settings: dict[str, Any]) -> list[set[float]]:
+    """By how much a weight that a rank changes in a block has grown, and a bias beside it whose parts are set there."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(Gpt(), make_config(stage, **settings), topology=shared_topology())
+    layer = engine.module.blocks[0].down
+    with GatheredParameters([layer.weight, layer.bias], 0):
+        layer.weight.data.fill_(1.0)
+    with GatheredParameters([layer.weight, layer.bias], 0):
+        if dist.get_rank() == 0:
+            layer.weight.data.add_(1.0)
+        zerorun.zero.safe_set_local_fp32_param(
+            layer.bias, torch.full_like(zerorun.zero.safe_get_local_fp32_param(layer.bias), 3.0)
+        )
+    states = [engine.state_dict(exact=exact) for exact in (False, True)]
+    found = [state[f"blocks.0.down.{name}"] for state in states for name in ("weight", "bias")]
+    engine.destroy()
+    return [set(value.flatten().tolist()) for value in found]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("settings", [{}, BF16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parts_that_are_set_in_a_block_leave_its_edits_of_others(stage: int, settings: dict[str, Any]) -> None:
+    """All parameters of the flat group were gathered anew, half of them from a rank that had not edited them."""
+    assert run_ranks(2, part_set_in_a_block, stage, settings) == [[{2.0}, {3.0}, {2.0}, {3.0}]] * 2
+
+
 class Peeking(torch.optim.SGD):
     """It has a method that torch's optimizers do not have, and its step may fail."""
 

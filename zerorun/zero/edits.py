@@ -21,6 +21,8 @@ import torch
 from ..errors import ModelError, StepError
 from .access import (
     compare_request,
+    entry_view,
+    gathered,
     keep_owned,
     no_state,
     owned_part,
@@ -156,7 +158,8 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         model.runtime.gathers.evict(home.unit.param_slot)
     home.unit.let_go_of_others()
     if home.unit.resident and not flat_group.plan.owns_everything:
-        home.unit.gather_into(model.comm, flat_group, flat_group.full, "of edited parameters").wait()
+        whole = gathered(model, flat_group, flat_group.weight, home.unit.name)
+        entry_view(home, flat_group.full).copy_(entry_view(home, whole))  # others may have edits of this rank, in a block
     model.comm.fence()
     for block in model.blocks:
         block.show_new(model, param)
