@@ -4884,4 +4884,12 @@ MUTANTS = (
         "        flat_group.full.copy_(whole)",
         ("tests/ranks/test_access.py", "-k", "parts_that_are_set"),
     ),
+    Mutant(
+        "saves-have-half-of-an-edit",
+        "rank",
+        "zerorun/zero/gathered_parameters.py",
+        "        if self._modifier_rank is None or any(undone[0].model is model for undone in self._undone):",
+        "        if True:",
+        ("tests/ranks/test_access.py", "-k", "saved_in_a_block"),
+    ),
 )

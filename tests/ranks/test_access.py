@@ -20,6 +20,7 @@ from covering import by_day
 from harness import run_ranks
 from models import Gpt, Place, reset, token_loss, tokens
 from quantised import build as quantised_model
+from safetensors.torch import load_file
 from test_parallel_matrix import batch_of
 from test_parallel_matrix import build as build_divided
 from torch import nn
@@ -511,6 +512,39 @@ def part_set_in_a_block(stage: int, settings: dict[str, Any]) -> list[set[float]
 def test_parts_that_are_set_in_a_block_leave_its_edits_of_others(stage: int, settings: dict[str, Any]) -> None:
     """All parameters of the flat group were gathered anew, half of them from a rank that had not edited them."""
     assert run_ranks(2, part_set_in_a_block, stage, settings) == [[{2.0}, {3.0}, {2.0}, {3.0}]] * 2
+
+
+def saved_in_a_block(stage: int, settings: dict[str, Any], folder: str) -> dict[str, set[float]]:
+    """The values of a weight, by where they were read, that rank 0 has changed from 1 to 2 in a block before."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(Gpt(), make_config(stage, **settings), topology=shared_topology())
+    name, weight, found = "blocks.0.down.weight", engine.module.blocks[0].down.weight, {}
+    with GatheredParameters(weight, 0):
+        weight.data.fill_(1.0)
+    with GatheredParameters(weight, 0):
+        weight.data.add_(1.0 - dist.get_rank())
+        engine.save_checkpoint(folder)
+        engine.export(f"{folder}/exported")
+        for exact in (False, True):
+            found[f"state_dict({exact})"] = engine.state_dict(exact=exact)[name]
+        assert bool((weight == 2.0 - dist.get_rank()).all()), "the block does not show its changes any more"
+    found["after"] = engine.state_dict(exact=True)[name]
+    files = [load_file(file) for file in Path(folder, "exported").glob("*.safetensors")]
+    found["exported"] = next(file[name] for file in files if name in file)
+    engine.load_checkpoint(folder)
+    found["loaded"] = engine.state_dict(exact=True)[name]
+    engine.destroy()
+    return {where: set(value.flatten().tolist()) for where, value in found.items()}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("settings", [{}, BF16])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_saved_in_a_block_has_none_of_its_changes(stage: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    """It had those in the part of the rank that had made them, or none, or all, by stage."""
+    for found in run_ranks(2, saved_in_a_block, stage, settings, str(tmp_path)):
+        assert found.pop("after") == {2.0}
+        assert found == {where: {1.0} for where in found}
 
 
 class Peeking(torch.optim.SGD):

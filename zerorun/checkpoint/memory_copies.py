@@ -35,6 +35,7 @@ from ..errors import CheckpointError, DamagedError
 from ..launcher import keeper
 from ..log import is_rank_zero, logger, warn_once
 from ..watch.board import NOBODY, stay_off_the_board
+from ..zero.sharded_model import without_edits
 from .checkpointer import Checkpointer
 from .inventory import Subject, TensorPart
 from .kept_parts import (
@@ -94,8 +95,9 @@ class MemoryCopies:
     def keep(self) -> None:
         """Copy what the ranks have now, and begin to send it."""
         self.settle()
-        captured = self.checkpointer.capture("", {}, trainable_only=True)
-        captured.copy_tensors()
+        with without_edits(self.checkpointer.subject.model):
+            captured = self.checkpointer.capture("", {}, trainable_only=True)
+            captured.copy_tensors()
         self._plan(captured)
         self._slot = 1 - self._whole if self._whole >= 0 else 0
         _, problem = attempt(lambda: self._copy(captured))

@@ -28,6 +28,7 @@ from ..log import logger, warn_once
 from ..plan.forwards import uncompiled
 from ..watch.board import Phase, board, during
 from ..zero.access import full_state_dict
+from ..zero.sharded_model import without_edits
 from .accumulation import is_in_a_step
 from .outcomes import Outcomes
 
@@ -71,15 +72,16 @@ class Saving(Outcomes):
         else:
             self._refuse_unfinished_step()
         self.refuse_failed()
-        path = self.checkpointer.save(
-            named.get("dir", dir),
-            tag,
-            client_state,
-            trainable_only=named.get("trainable_only", exclude_frozen_parameters),
-            asynchronous=asynchronous,
-            latest=save_latest,
-            keep=self.config.checkpoint.keep_last,
-        )
+        with without_edits(self.sharded_model):
+            path = self.checkpointer.save(
+                named.get("dir", dir),
+                tag,
+                client_state,
+                trainable_only=named.get("trainable_only", exclude_frozen_parameters),
+                asynchronous=asynchronous,
+                latest=save_latest,
+                keep=self.config.checkpoint.keep_last,
+            )
         if self.automatic_saves is not None:
             self.automatic_saves.saved()
         return path
@@ -169,7 +171,8 @@ class Saving(Outcomes):
         Raises CheckpointError on all ranks alike.
         """
         self.refuse_failed()
-        return self.checkpointer.export(dir, dtype, merge_adapter=merge_adapter)
+        with without_edits(self.sharded_model):
+            return self.checkpointer.export(dir, dtype, merge_adapter=merge_adapter)
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """The setting ``zero_optimization.stage3_gather_16bit_weights_on_model_save``."""

@@ -17,7 +17,7 @@ from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup, TrainedGroup, fresh_gradient, rounded, take_weight
 from .pieces import OptimizerPiece
 from .runtime import MADE_BY, Runtime
-from .sharded_model import ParameterHome, ShardedModel, find, model_of
+from .sharded_model import ParameterHome, ShardedModel, find, model_of, without_edits
 from .unit import Unit, finish_updates
 
 
@@ -76,6 +76,11 @@ def full_state_dict(model: ShardedModel, *, keep: bool = True, exact: bool = Fal
     What is no tensor, as the extra state of a module may be, stays as it is. Without ``keep`` this rank only takes part,
     and gets {}. ``exact``: weights are those of their fp32 masters. It is collective at each stage above 0.
     """
+    with without_edits(model):
+        return _full_state_dict(model, keep, exact)
+
+
+def _full_state_dict(model: ShardedModel, keep: bool, exact: bool) -> dict[str, torch.Tensor]:
     values: dict[int, torch.Tensor] = {}
     for unit in model.units:
         for flat_group in unit.flat_groups:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError, ReleasedParameterError
-from ..log import listed
+from ..log import listed, logger
 from ..plan.weights import inside, named_members
 from .access import compare_request, entry_view, flat_weights, refuse_copies, store_weight
 from .init import Held, Init, divide_again, hold, take_values
@@ -64,6 +64,9 @@ class GatheredParameters:
 
     A step, a load or destroy() inside the block counts: the block shows the new values from then on. What a block had
     changed before that is not kept, and its end raises ReleasedParameterError, with ``modifier_rank`` on all ranks alike.
+
+    With ``modifier_rank``, what a save, an export or ``engine.state_dict()`` inside the block has are the weights of before
+    it, on all ranks and at every stage, and a warning says so: the block stores its changes at its end.
     """
 
     def __init__(
@@ -167,6 +170,22 @@ class GatheredParameters:
                 with torch.no_grad():
                     shown.value.copy_(edit)
         self._undone = [undone for undone in self._undone if undone[0].model is not model]
+
+    def set_edits_aside(self, model: ShardedModel) -> bool:
+        """Let ``model`` be as before what this block stores at its end. If True, ``put_back`` must follow."""
+        if self._modifier_rank is None or any(undone[0].model is model for undone in self._undone):
+            return False
+        self.note_edits(model)
+        names = [repr(shown.home.name) for shown, _ in self._undone if shown.model is model]
+        if names and model.comm.topology.rank == self._modifier_rank:
+            logger.warning(
+                "a save, an export or engine.state_dict() inside GatheredParameters(..., modifier_rank=%d), which has "
+                "changed %s: it has the weights of before the block, whose end stores the changes. Remedy: leave the block "
+                "before.",
+                self._modifier_rank,
+                listed(names),
+            )
+        return bool(names)
 
     def show_new(self, model: ShardedModel, param: torch.Tensor | None = None) -> None:
         """The weights of ``model``, or that of ``param`` alone, have got new values from others than this block."""

@@ -163,6 +163,10 @@ class OpenBlock(Protocol):
         """The weights of ``model`` have got all new values that they get since ``note_edits``, or none."""
         ...
 
+    def set_edits_aside(self, model: ShardedModel) -> bool:
+        """Let ``model`` be as before the changes that this block stores at its end. If True, ``put_back`` must follow."""
+        ...
+
     def show_new(self, model: ShardedModel, param: torch.Tensor | None = None) -> None:
         """The weights of ``model``, or that of ``param`` alone, have got new values. Collective."""
         ...
@@ -419,6 +423,17 @@ def may_change(model: ShardedModel) -> Iterator[None]:
         yield
     finally:
         for block in model.blocks:
+            block.put_back(model)
+
+
+@contextmanager
+def without_edits(model: ShardedModel) -> Iterator[None]:
+    """In the block, weights are read as they are at every stage until blocks of scripts end, and store what was changed."""
+    aside = [block for block in model.blocks if block.set_edits_aside(model)]
+    try:
+        yield
+    finally:
+        for block in aside:
             block.put_back(model)
 
 
