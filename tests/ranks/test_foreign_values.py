@@ -201,6 +201,71 @@ def test_an_engine_over_divided_layers_gives_them_back_and_goes_on() -> None:
     run_ranks(2, look_at_divided_layers)
 
 
+def asked_after_it_has_given_back(stage: int, precision: str, how: str, folder: str) -> tuple[list[Any], list[str], int]:
+    """What an engine says that has given its module back; what it has written; the bytes that it keeps.
+
+    ``how``: by destroy(), or to the engine that trains the module in the mode.
+    """
+    config = make_config(stage, precision=precision)
+    model, saved = build(), Path(folder, "before")
+    others = bytes_of_tensors()
+    if how == "destroy":
+        engine = zerorun.initialize(model, config)
+        step(engine)
+        engine.save_checkpoint(saved)
+        engine.destroy()
+        kept = bytes_of_tensors() - others - engine.comm.buffer_bytes  # into which ranks read from each other
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(7)
+        assert all(bool((value == 7).all()) for value in engine.state_dict().values()), "it says what the module has"
+    else:
+        engine = deepspeed_engine(model, {key: value for key, value in config.items() if key != "optimizer"})
+        engine.save_checkpoint(saved)
+        other, kept = deepspeed_engine(model, config), 0
+        step(other)
+    before = sorted(str(path) for path in Path(folder).rglob("*"))
+    asked: list[Callable[[], Any]] = [
+        lambda: engine.save_checkpoint(Path(folder, "after")),
+        lambda: engine.export(Path(folder, "export")),
+        lambda: engine.load_checkpoint(saved, load_optimizer=False),
+        lambda: engine.resume(saved),
+        lambda: engine.backward(engine(data())),
+    ]
+    answers = [attempt(ask) for ask in asked]
+    engine.destroy()
+    if how != "destroy":
+        assert not any(bool(value.isnan().any()) for value in other.state_dict().values())
+        other.destroy()
+    after = sorted(str(path) for path in Path(folder).rglob("*"))
+    return answers, [path for path in after if path not in before], kept
+
+
+def bytes_of_tensors() -> int:
+    """Those that tensors of this process keep, without those of numbers."""
+    gc.collect()
+    storages = (value.untyped_storage() for value in gc.get_objects() if type(value) in (torch.Tensor, nn.Parameter))
+    return sum(size for size in {found._cdata: found.nbytes() for found in storages}.values() if size > 16)
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize("how", ("destroy", "mode"))
+@pytest.mark.parametrize("precision", ("fp32", "bf16"))
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+def test_an_engine_without_its_module_saves_and_loads_nothing(stage: int, precision: str, how: str, tmp_path: Path) -> None:
+    """It wrote the weights of before without a word, and a load changed nothing."""
+    for answers, written, kept in run_ranks(2, asked_after_it_has_given_back, stage, precision, how, str(tmp_path)):
+        asked = ("save_checkpoint", "export", "load_checkpoint", "load_checkpoint")
+        for function, (kind, text) in zip(asked, answers[:-1], strict=True):
+            assert kind == "CheckpointError", text
+            for word in (f"{function}() of an engine that has given its module back", "Remedy", "module.state_dict()"):
+                assert word in text
+        kind, text = answers[-1]
+        assert kind == "StepError" and "backward() of an engine that has given its module back" in text
+        assert not written
+        assert kept <= 0
+
+
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize("stage", (0, 2, 3))
 def test_the_mode_trains_a_model_that_an_engine_without_an_optimizer_has(stage: int, precision: str) -> None:

@@ -182,6 +182,11 @@ class Inventory:
                     made.aliases[stored] = names[id(tensor)]
         return made
 
+    def forget(self) -> None:
+        """Let go of all parameters."""
+        for found in (self.homes, self.aliases, self.apart, self._parameters, self._named):
+            found.clear()
+
     # -- what there is -------------------------------------------------------------------------------------------
 
     def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

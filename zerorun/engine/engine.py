@@ -176,6 +176,11 @@ class Engine(CurvatureTaking):
         over as many micro-batches as a step has, or fewer. Raises StepError for anything but a scalar that depends on
         parameters.
         """
+        if not self.sharded_model.units:
+            raise StepError(
+                "backward() of an engine that has given its module back, by destroy() or to another engine. Remedy: call "
+                "backward() of the engine that has the module now, or make one by zerorun.initialize()."
+            )
         if self.sharded_model.optimizer is None:
             raise StepError(
                 "backward() needs an optimizer, and this engine has none. Remedy: add an 'optimizer' section to the "
@@ -403,6 +408,7 @@ class Engine(CurvatureTaking):
         self._end_trace()
         topology = self.topology if self._owns_topology else None
         give_back(self.sharded_model, topology, self._let_go, exact=exact, as_given=as_given)
+        self.forget_saved()
 
     def _let_go(self) -> None:
         """Remove the hooks and close the links to host memory and disks. Other ranks are not needed for it."""

@@ -64,8 +64,10 @@ class Saving(Outcomes):
         the step goes on in this process.
 
         Raises CheckpointError on all ranks alike, naming the rank and the file; earlier checkpoints stay untouched.
-        Raises StepError in the middle of an accumulation otherwise, because its gradients would be lost.
+        Raises StepError in the middle of an accumulation otherwise, because its gradients would be lost. Raises
+        CheckpointError after ``destroy``, as ``load_checkpoint`` and ``export`` do.
         """
+        self._refuse_given_back("save_checkpoint")
         named = translate(others, {"save_dir": "dir", "trainable_only": "trainable_only"}, "save_checkpoint")
         if unfinished_step:
             self._leave_out_unfinished_step()
@@ -113,6 +115,7 @@ class Saving(Outcomes):
 
         Raises CheckpointError on all ranks alike. Logs what was restored.
         """
+        self._refuse_given_back("load_checkpoint")
         names = {
             "load_dir": "dir",
             "load_module_strict": "strict",
@@ -170,6 +173,7 @@ class Saving(Outcomes):
         None means the dtype in which the model computes. All ranks must call it. The export appears whole or not at all.
         Raises CheckpointError on all ranks alike.
         """
+        self._refuse_given_back("export")
         self.refuse_failed()
         with without_edits(self.sharded_model):
             return self.checkpointer.export(dir, dtype, merge_adapter=merge_adapter)
@@ -286,6 +290,21 @@ class Saving(Outcomes):
         if self.automatic_saves is not None:
             self.automatic_saves.unwatch()
         self.automatic_saves = None
+
+    def forget_saved(self) -> None:
+        """Forget the model that was saved: the module has it now."""
+        self.checkpointer.inventory.forget()
+        if self.memory_copies is not None:
+            self.memory_copies.checkpointer.inventory.forget()
+
+    def _refuse_given_back(self, function: str) -> None:
+        """Raise CheckpointError if it has no weights any more: it would save those that it had, and load nothing."""
+        if not self.sharded_model.units:
+            raise CheckpointError(
+                f"{function}() of an engine that has given its module back, by destroy() or to another engine: it has no "
+                "weights any more. Nothing was read or written. Remedy: call it before destroy(), or call that of the "
+                "engine that has the module now; without one, use module.state_dict() and module.load_state_dict()."
+            )
 
     def _leave_out_unfinished_step(self) -> None:
         self.sharded_model.finish_reductions()  # which write what coding leaves out, a part of the checkpoint

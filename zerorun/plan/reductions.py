@@ -69,6 +69,11 @@ class Reductions(Generic[U]):
         while self._in_flight if of is None else of in self._in_flight:
             self._end(self._in_flight[0])
 
+    def close(self) -> None:
+        """Let go of all units. No reduction can follow."""
+        self._in_flight.clear()
+        self._occupant.clear()
+
     def _end(self, unit: U) -> None:
         if unit in self._in_flight:
             self._in_flight.remove(unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -166,9 +166,9 @@ class ReadGuard:
     ``watches``: False if there are none, or nobody is to look.
     """
 
-    def __init__(self, module: nn.Module, units: Iterable[Unit], device: torch.device, *, watches: bool) -> None:
+    def __init__(self, module: nn.Module, units: list[Unit], device: torch.device, *, watches: bool) -> None:
         self._module, self._on_cpu = module, on_host(device)
-        self._units = [unit for unit in units if not unit.resident]
+        self._units, self._shares = units, any(not unit.resident for unit in units)
         self._watches = watches
         self._watch: ReadWatch | None = None  # that is on
         self._watched: set[Hashable] = set()  # kinds of passes
@@ -183,7 +183,8 @@ class ReadGuard:
         kind = (key, self._module.training)
         if self._watches and self._watch is None and kind not in self._watched:
             self._watched.add(kind)
-            self._watch = ReadWatch((g.marks, g.names, unit.name) for unit in self._units for g in unit.flat_groups)
+            sharing = (unit for unit in self._units if not unit.resident)
+            self._watch = ReadWatch((g.marks, g.names, unit.name) for unit in sharing for g in unit.flat_groups)
             self._watch.__enter__()
 
     def end(self) -> None:
@@ -195,7 +196,7 @@ class ReadGuard:
     def look_at(self, output: Any, trace: ExecutionTrace) -> None:
         """Watch the next pass of this kind, too, once, if an evaluation gives NaN: it may have come from a placeholder."""
         kind = (trace.key, self._module.training)
-        if trace.with_gradients or not self._units or not self._on_cpu or kind in self._seen_nan:
+        if trace.with_gradients or not self._shares or not self._on_cpu or kind in self._seen_nan:
             return
         if any(bool(tensor.sum().isnan()) for tensor in tensors_in(output) if tensor.is_floating_point()):
             self._seen_nan.add(kind)

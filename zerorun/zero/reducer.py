@@ -199,6 +199,10 @@ class Reducer:
             pending.wait()
         self._gathering.clear()
 
+    def close(self) -> None:
+        """Let go of all units. No backward can follow."""
+        self._reductions.close()
+
     def reduce_late(self) -> None:
         """Reduce the gradients that came late on any rank. A unit that is late again waits for the end of the backward."""
         for index in sorted(set().union(*self._comm.control.data_values(self.late))):

@@ -257,9 +257,15 @@ class ShardedModel:
         _models.discard(self)
 
     def close(self) -> None:
-        """Let go of units and optimizer: nothing is sharded any more."""
+        """Let go of units, parameters and optimizer, and free their buffers: nothing is sharded any more."""
         self.optimizer = None
         self.units.clear()
+        self.homes.clear()
+        self.runtime.reducer.close()
+        for pool in (self.runtime.made.param_slots, self.runtime.made.grad_slots):
+            pool.close()
+        for family in {group.family for group in self.runtime.plan.flat_groups}:
+            self.comm.of(family).shard.expose(())
 
     # -- a step --------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,10 @@ class SlotPool:
             offset += aligned_bytes(size)
         return views
 
+    def close(self) -> None:
+        """Free the buffers. No unit uses them any more."""
+        self.buffers.clear()
+
 
 class Unit:
     """A part of the model whose parameters are unsharded, resharded and reduced together."""

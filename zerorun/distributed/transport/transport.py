@@ -246,7 +246,7 @@ class Transport(ABC):
         return None
 
     def expose(self, shards: Sequence[torch.Tensor]) -> None:  # noqa: B027
-        """Let others read ``shards``, the sources of gathers, at any time until ``fence``."""
+        """Let others read ``shards``, the sources of gathers, at any time until ``fence``; no longer those given before."""
 
     def fence(self) -> None:  # noqa: B027
         """Return when no other rank reads buffers of this one any more. All ranks must call it."""
