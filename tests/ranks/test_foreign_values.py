@@ -96,9 +96,17 @@ def plain_runs(model: Layers, runs: int) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-def run_again(stage: int, precision: str, own: bool, folder: str) -> list[dict[str, torch.Tensor]]:
+def moved(model: Layers) -> Layers:
+    """Another module with the parameters themselves of ``model``, as where adapters are taken off a model."""
+    other = Layers()
+    for layer, of in ((other.head, model.head), *zip(other.blocks, model.blocks, strict=True)):
+        layer.weight, layer.bias = of.weight, of.bias
+    return other
+
+
+def run_again(stage: int, precision: str, own: bool, folder: str, moves: bool = False) -> list[dict[str, torch.Tensor]]:
     """The weights after two runs of one model: in one process, with destroy() between them, and where only a cycle has
-    the first engine, in which rank 0 alone has looked for garbage."""
+    the first engine, in which rank 0 alone has looked for garbage. ``moves``: another module has the parameters then."""
     config = make_config(stage, precision=precision, checkpoint={"dir": folder, "every_steps": 100})
     if own:
         del config["optimizer"]
@@ -118,7 +126,8 @@ def run_again(stage: int, precision: str, own: bool, folder: str) -> list[dict[s
             trainer.append(trainer)  # type: ignore[arg-type]
             gc.disable()
             del engine, trainer
-            if dist.get_rank() == 0:
+            model = moved(model) if moves else model
+            if dist.get_rank() == 0 and not moves:
                 gc.collect()
         gc.enable()
         assert all(param.dtype == torch.float32 for param in model.parameters())
@@ -134,6 +143,34 @@ def test_a_module_whose_engine_nobody_has_trains_on(stage: int, precision: str, 
             assert torch.equal(value, destroyed[name])
             if own and precision == "fp32":
                 assert torch.allclose(value, plain[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_parameters_whose_engine_nobody_has_train_on_in_another_module(stage: int, precision: str, tmp_path: Path) -> None:
+    """No hook is in it, so that the engine that is gone was taken for one that somebody has."""
+    for plain, destroyed, dropped in run_ranks(2, run_again, stage, precision, True, str(tmp_path), True):
+        for name, value in dropped.items():
+            assert torch.equal(value, destroyed[name])
+            if precision == "fp32":
+                assert torch.allclose(value, plain[name], rtol=1e-5, atol=1e-6)
+
+
+def parameter_of_an_engine_of_one_rank(stage: int) -> tuple[str, str]:
+    model = build()
+    first: zerorun.Engine | None = zerorun.initialize(model, make_config(stage))
+    if dist.get_rank() == 0:
+        first = None
+    found = attempt(lambda: zerorun.initialize(moved(model), make_config(stage)))
+    del first
+    zerorun.initialize(model, make_config(stage)).destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_an_engine_that_a_rank_has_keeps_its_parameters(stage: int) -> None:
+    for kind, text in run_ranks(2, parameter_of_an_engine_of_one_rank, stage):
+        assert kind == "ModelError"
+        assert "of another engine's model, too" in text and "drop it on all ranks" in text
 
 
 def deepspeed_engine(model: nn.Module, config: dict[str, Any], **options: Any) -> zerorun.Engine:

@@ -141,13 +141,13 @@ def initialize(
     groups, it is used as it is and stays open; if it has none, ``engine.topology`` is a copy with groups. The engine that
     is returned also unpacks as (engine, optimizer, dataloader, lr_scheduler).
 
-    A module that an engine has is refused, unless no rank has that engine any more: then it is given back first, with the
-    weights of now. The module's parameters become views of flat buffers, with rank 0's values. Raises ConfigError,
-    ModelError, TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken. Where it fails
-    later, as when ``checkpoint.auto_resume`` or ``lr_scheduler`` does, the module and the optimizer are as they were given,
-    and may be given again: weights have the digits of their masters, and frozen ones and buffers, which have none, are
-    rounded to what such an engine keeps. That takes all ranks: where others may go on without the error, they stay with the
-    engine, as they do where weights are loaded by half.
+    A module that an engine has, or a parameter of, is refused, unless no rank has that engine any more: then that gives its
+    module back first, with the weights of now. The module's parameters become views of flat buffers, with rank 0's values.
+    Raises ConfigError, ModelError, TopologyError or DoesNotFitError, on all ranks alike, before any device memory is taken.
+    Where it fails later, as when ``checkpoint.auto_resume`` or ``lr_scheduler`` does, the module and the optimizer are as
+    they were given, and may be given again: weights have the digits of their masters, and frozen ones and buffers, which
+    have none, are rounded to what such an engine keeps. That takes all ranks: where others may go on without the error,
+    they stay with the engine, as they do where weights are loaded by half.
     """
     setup_logging()
     if topology is None and isinstance(model, Pipelined) and isinstance(model.topology(), Topology):

@@ -34,8 +34,8 @@ def _given_back(module: nn.Module, *, untrained: bool) -> bool:
 
     False, without a change, if there is no engine, if one is needed, or if its weights are of no use.
     """
+    models = models_in(module) if isinstance(module, nn.Module) else []  # kept: their own modules may be garbage
     gc.collect()  # a trainer that is in a cycle with its engine may have been collected on some ranks only
-    models = models_in(module) if isinstance(module, nn.Module) else []
     mine = [(model.number, _is_free(model, untrained=untrained and model.module is module)) for model in models]
     found = gather_values(mine)
     if not mine or any(theirs != mine for theirs in found) or not all(is_free for _, is_free in mine):

@@ -459,8 +459,10 @@ def home_of(param: torch.Tensor) -> tuple[ShardedModel, ParameterHome] | None:
 
 
 def models_in(module: nn.Module) -> list[ShardedModel]:
-    """The sharded models that have hooks in ``module``, in the same order on all ranks."""
+    """The sharded models that have hooks in ``module``, or parameters of it, in the same order on all ranks."""
     runtimes = {id(runtime) for _, runtime in runtimes_in(module)}
+    homes = (home_of(tensor) for _, tensor in named_members(module))
+    runtimes |= {id(home[0].runtime) for home in homes if home is not None}
     return sorted((model for model in _models if id(model.runtime) in runtimes), key=lambda model: model.number)
 
 
@@ -477,7 +479,7 @@ def refuse_shared_parameters(module: nn.Module) -> None:
                 f"parameter {name!r}{frozen} is {found[1].name!r} of another engine's model, too, and each engine keeps "
                 "its parameters in memory of its own. Remedy: before initialize(), give one model a copy (module.part = "
                 "copy.deepcopy(module.part)); train what both change as one module, by one engine; or call destroy() of "
-                "the other engine first."
+                "the other engine first, or drop it on all ranks, unless it is one of a pipeline."
             )
 
 
