@@ -1175,6 +1175,14 @@ MUTANTS = (
         ("tests/ranks/test_advice.py", "-k", "in_a_pipeline"),
     ),
     Mutant(
+        "a-model-axis-of-the-script-is-passed-over",
+        "swallowed",
+        "zerorun/pipeline/stages.py",
+        "    if found == tensor and not (parts and found > 1):",
+        "    if found >= tensor:",
+        ("tests/ranks/test_parallel_bad_input.py", "-k", "other_axes_than_the_engines"),
+    ),
+    Mutant(
         "an-empty-loader-is-the-end-of-data",
         "remedy",
         "zerorun/engine/pipeline_engine.py",

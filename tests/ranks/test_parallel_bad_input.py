@@ -16,6 +16,7 @@ from torch import nn
 from training import make_config
 
 import zerorun
+from zerorun.distributed.process_topology import PipeDataParallelTopology, PipeModelDataParallelTopology, ProcessTopology
 from zerorun.errors import ZerorunError
 from zerorun.pipeline.module import PipelineModule
 from zerorun.pipeline.split_pretrained import split_pretrained
@@ -416,3 +417,83 @@ def test_a_tied_parameter_that_is_frozen_stays_as_in_one_process() -> None:
         assert found == pytest.approx(losses, rel=1e-6)
         for name, value in weights.items():
             torch.testing.assert_close(value, expected[name].detach(), rtol=1e-6, atol=1e-6)
+
+
+def of_axes(topology: ProcessTopology, tensor: int, marked: bool = False) -> tuple[PipelineModule, dict[str, Any]]:
+    """A pipeline of one stage whose layers ``tensor`` ranks divide by a plan. ``marked``: Megatron's mark of parts."""
+    torch.manual_seed(5)
+    layers = [nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)]
+    layers[0].weight.model_parallel = marked  # type: ignore[assignment]
+    module = PipelineModule(layers, topology=topology, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    plan = {"0": "colwise", "2": "rowwise"}
+    return module, make_config(1, tensor_parallel={"size": tensor, "plan": plan} if tensor > 1 else {})
+
+
+class NamedAxes:
+    """A class of the script's own, with the names that DeepSpeed's has."""
+
+    def __init__(self, processes: ProcessTopology) -> None:
+        self.get_axis_names, self.get_dim = processes.get_axis_names, processes.get_dim
+        self.get_coord = processes.get_coord
+
+
+def axes_of_the_script() -> list[tuple[str, str]]:
+    halves = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+    cases = [
+        of_axes(halves, 1),
+        of_axes(halves, 1, marked=True),
+        of_axes(halves, 2, marked=True),
+        of_axes(NamedAxes(halves), 1),  # type: ignore[arg-type]
+        of_axes(PipeDataParallelTopology(1, 2), 2),
+        of_axes(ProcessTopology(["pipe", "expert"], [1, 2]), 1),
+        of_axes(PipeDataParallelTopology(1, 4), 1),
+    ]
+    found = []
+    for module, config in cases:
+        before = {name: value.clone() for name, value in module.state_dict().items()}
+        found.append(attempt(lambda module=module, config=config: zerorun.initialize(module, config)))  # type: ignore[misc]
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    module, _ = of_axes(halves, 1)
+    with_batch = {**make_config(1), "train_batch_size": 2}  # told of the axis first, and not of this number
+    return [*found, attempt(lambda: zerorun.initialize(module, with_batch))]
+
+
+def test_other_axes_than_the_engines_are_refused() -> None:
+    """Each rank's own half of a layer was trained as one model of data-parallel ranks, with rank 0's half everywhere."""
+    for found in run_ranks(2, axes_of_the_script):
+        *ours, unknown, ranks, batch = found
+        for size, (kind, message) in zip((1, 1, 2, 1, 2, 1), [*ours, batch], strict=True):
+            assert kind == "TopologyError"
+            assert f"tensor_parallel.size is {size}" in message and "'model' has degree" in message
+            assert "Remedy: name one degree in both places, and give whole layers" in message
+        assert "parameters are parts" in ours[2][1] and "parameters are parts" not in ours[0][1]
+        assert "axis 'model' has degree 2" in ours[0][1] and "axis 'model' has degree 1" in ours[4][1]
+        assert unknown[0] == "TopologyError" and "'expert'" in unknown[1]
+        assert ranks[0] == "TopologyError" and "has 4 ranks, and the job has 2. Remedy" in ranks[1]
+
+
+def axes_that_agree(model: int) -> dict[str, torch.Tensor]:
+    """``model``: how many of the two ranks divide layers; a mark says nothing where that is one."""
+    axes = ["pipe", "data", "model", "slice"]
+    module, config = of_axes(ProcessTopology(axes, [1, 2 // model, model, 1]), model, marked=model == 1)
+    engine = zerorun.initialize(module, config)
+    for step in range(2):
+        inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+        engine.train_batch(iter([(inputs, inputs)]))
+    weights: dict[str, torch.Tensor] = engine.state_dict()
+    engine.destroy()
+    return weights
+
+
+@pytest.mark.parametrize("model", (1, 2))
+def test_axes_that_are_the_engines_train_as_one_process(model: int) -> None:
+    module, config = of_axes(PipeDataParallelTopology(1, 1), 1)
+    optimizer = torch.optim.AdamW(module.parameters(), **config["optimizer"]["params"])
+    for step in range(2):
+        inputs = torch.randn(2, 4, generator=torch.Generator().manual_seed(step))
+        nn.functional.mse_loss(module(inputs), inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights in run_ranks(2, axes_that_agree, model):
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)

@@ -19,6 +19,7 @@ from torch import nn
 from ..config.parse import Config, load_config
 from ..config.rules import context_sizes, tensor_sizes
 from ..config.source import read_source
+from ..distributed.tensor_shard import has_marked_parts
 from ..errors import ConfigError, ConfigProblem, TopologyError
 from ..log import info_once
 from .sequence_ranks import divides_in_evaluation
@@ -146,9 +147,7 @@ def _check_parts(mpu: Any, model: nn.Module, size: int) -> None:
     """Raise TopologyError if ranks have parts of the model in another way than zerorun divides it."""
     kind = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_world_size") else "model"
     found = getattr(mpu, f"get_{kind}_parallel_world_size", lambda: 1)()
-    marked = any(
-        getattr(param, mark, False) for param in model.parameters() for mark in ("model_parallel", "tensor_model_parallel")
-    )
+    marked = has_marked_parts(model)
     if found == 1 and not marked:
         return
     if found != size or marked:

@@ -76,6 +76,12 @@ def fused_ranges(lengths: tuple[int, ...], rank: int, size: int) -> Ranges:
     return tuple(ranges)
 
 
+def has_marked_parts(model: nn.Module) -> bool:
+    """Whether a parameter has the mark of Megatron's divided layers, which these have for one rank as well."""
+    marks = ("model_parallel", "tensor_model_parallel")
+    return any(getattr(param, mark, False) for param in model.parameters() for mark in marks)
+
+
 def shards_of(model: nn.Module) -> dict[int, TensorShard]:
     """Return id(parameter) -> its tensor shard for the divided parameters of ``model``."""
     return {id(param): shard for param, shard in _divided(model)}

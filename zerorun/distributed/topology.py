@@ -235,13 +235,13 @@ class Topology(Places):
         """Return the topology that numbers ranks as ``processes`` does, over any of the axes pipe, data and model.
 
         Without ``device_type`` it has no process groups; with it, every rank must call this. Raises TopologyError for
-        other axes, and for an order of axes that gives ranks other places than pipe, data, model would.
+        other axes of several ranks, and for an order of axes that gives ranks other places than pipe, data, model would.
         """
         order = ["pipe", "data", "model"]
-        unknown = [axis for axis in processes.get_axis_names() if axis not in order]
+        wide = [axis for axis in processes.get_axis_names() if processes.get_dim(axis) > 1]
+        unknown = [axis for axis in wide if axis not in order]
         if unknown:
             raise TopologyError(f"{processes!r} has the axis {unknown[0]!r}. Remedy: use only pipe, data and model.")
-        wide = [axis for axis in processes.get_axis_names() if processes.get_dim(axis) > 1]
         if wide != sorted(wide, key=order.index):
             raise TopologyError(
                 f"{processes!r} numbers ranks along {wide[-1]} first, but ranks rise fastest along model, then data, "

@@ -27,6 +27,7 @@ class PipelineModule(Pipelined):
         result of the previous layer: any pytree; a tuple counts as one value. Only specs of the local stage are built.
         Layer i is registered as str(i), so names in state dicts are those of the model in one process.
     num_stages, topology: give one of the two. A topology is a zerorun.Topology or a ProcessTopology with the axis "pipe".
+        Its axis "model" has to have the degree of tensor_parallel.size: initialize() refuses it otherwise.
     loss_fn: called as loss_fn(output, labels) on the last stage. None: the output is the loss.
     seed_layers: call seed_fn(base_seed + i) before layer i is built; by default it seeds torch's generators. If False,
         seeds come from one draw of the default generator. Values are the same for any number of stages if ranks are seeded

@@ -1,4 +1,4 @@
-"""Finds the number of pipeline stages, and the stage of this process."""
+"""Finds the number of pipeline stages and the stage of this process, and refuses what a topology says of other axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch.distributed as dist
 
-from ..errors import PipelineError
+from ..distributed.process_topology import ProcessTopology
+from ..distributed.topology import Topology
+from ..errors import PipelineError, TopologyError
 from ..watch.launched import launched, rank_in, world_size_in
 
 
@@ -26,7 +28,7 @@ class HasPipeAxis(Protocol):
 
 @runtime_checkable
 class HasNamedAxes(Protocol):
-    """DeepSpeed's ProcessTopology, of which only the axis "pipe" is used here."""
+    """DeepSpeed's ProcessTopology, of which only the axis "pipe" is needed."""
 
     def get_dim(self, axis: str) -> int: ...
 
@@ -77,6 +79,35 @@ def find_stage(num_stages: int | None, topology: Any, stage: int | None) -> tupl
             f"num_stages = {num_stages}, but the topology has {found} along its pipe axis. Remedy: give only one of them."
         )
     return found, own if stage is None else stage
+
+
+def processes_of(topology: Any) -> ProcessTopology | None:
+    """Return all axes of ``topology`` under DeepSpeed's names; None if it does not name them."""
+    named = getattr(topology, "process_topology", topology)
+    if not isinstance(named, HasNamedAxes) or not hasattr(named, "get_axis_names"):
+        return None
+    axes = list(named.get_axis_names())
+    return ProcessTopology(axes, [named.get_dim(axis) for axis in axes])
+
+
+def refuse_other_axes(topology: Any, tensor: int, parts: bool) -> None:
+    """Raise TopologyError unless the ranks of ``topology``, which a module was made with, are those of ``tensor`` ranks.
+
+    ``parts``: whether the script says that parameters are parts, so that they cannot be divided here.
+    """
+    processes = None if _in_one_piece else processes_of(topology)
+    if processes is None:
+        return
+    found = Topology.from_process_topology(processes, 0).tensor
+    if found == tensor and not (parts and found > 1):
+        return
+    divided = " and the script says that parameters are parts of layers" if found == tensor else ""
+    raise TopologyError(
+        f"the topology given to PipelineModule is {processes!r}: its axis 'model' has degree {max(found, 1)}, and "
+        f"tensor_parallel.size is {tensor}{divided}. Layers that a script divides in a way of its own are not known as "
+        "parts: ranks would count as data-parallel, with rank 0's part in place of their own. Remedy: name one degree in "
+        "both places, and give whole layers with a tensor_parallel.plan, or layers of zerorun.tensor_parallel."
+    )
 
 
 def _stage_of_rank(num_stages: int) -> int:

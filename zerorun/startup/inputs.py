@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from ..config.fields import ConfigNote
 from ..config.parse import Config, ModelFacts, data_parallel_degree, load_config, resolve, with_values
 from ..distributed.device import CPU
-from ..distributed.tensor_shard import shards_of
+from ..distributed.tensor_shard import has_marked_parts, shards_of
 from ..distributed.topology import Topology
 from ..errors import ConfigError, ConfigProblem, ModelError, ZerorunError
 from ..log import listed, warn_once
@@ -42,6 +42,7 @@ from ..optim.optimizers import (
 )
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
+from ..pipeline.stages import refuse_other_axes
 from ..plan.optimizer_states import OptimizerStates
 from ..plan.weights import own_weight, refuse_unusable_weights
 from .matrix_roles import described, divide_by_role
@@ -79,6 +80,7 @@ def take_in(
         loaded = _with_degrees(loaded, degrees | views)
     if isinstance(model, Pipelined):
         loaded = _with_degrees(loaded, {"pipeline.stages": model.num_pipeline_stages(), "pipeline.chunks": model.chunks})
+        refuse_other_axes(model.topology(), loaded.tensor_parallel.size, has_marked_parts(model))
     client = _client_optimizer(model, optimizer, model_parameters)
     wanted = resolve(
         loaded,

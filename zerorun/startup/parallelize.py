@@ -21,9 +21,10 @@ from ..distributed.transport.connect import connect_axis
 from ..distributed.transport.statistics import CommunicationStatistics
 from ..distributed.transport.transport import Transport
 from ..distributed.transport.world import gather_values
-from ..errors import ModelError, PipelineError
+from ..errors import ModelError, PipelineError, TopologyError
 from ..log import info_once
 from ..pipeline.pipelined import Pipelined, Tie
+from ..pipeline.stages import processes_of
 from ..zero.init import part_of, refuse_partitioned
 from .parallelized_model import ParallelizedModel
 
@@ -78,6 +79,12 @@ def _check_stage(model: Pipelined, topology: Topology, chunks: int) -> None:
         raise PipelineError(
             f"the module is stage {model.stage} of {model.num_pipeline_stages()}, but this rank is stage "
             f"{topology.pipe_rank} of {topology.pipe}. Remedy: give PipelineModule the topology that initialize() gets."
+        )
+    processes = processes_of(model.topology())
+    if processes is not None and processes.world_size() != topology.world_size:
+        raise TopologyError(
+            f"the topology given to PipelineModule, {processes!r}, has {processes.world_size()} ranks, and the job has "
+            f"{topology.world_size}. Remedy: make it for all ranks of the job."
         )
     if model.chunks != chunks:
         raise PipelineError(
