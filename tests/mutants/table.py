@@ -1175,6 +1175,14 @@ MUTANTS = (
         ("tests/ranks/test_advice.py", "-k", "in_a_pipeline"),
     ),
     Mutant(
+        "an-attribute-is-called-for-strides",
+        "stale",
+        "zerorun/plan/weights.py",
+        "    return torch.Tensor.stride(tensor)",
+        "    return tensor.stride()",
+        ("tests/ranks/test_access.py", "-k", "name_of_a_method"),
+    ),
+    Mutant(
         "a-model-axis-of-the-script-is-passed-over",
         "swallowed",
         "zerorun/pipeline/stages.py",

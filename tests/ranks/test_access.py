@@ -94,6 +94,55 @@ def test_init_gives_the_values_it_would_give_without(world: int, stage: int) -> 
         assert found == {"same": True, "buffers": True, "released": True, "peak": largest_module}
 
 
+class OfMegatron(nn.Module):
+    """Parameters with attributes, as Megatron's layers have them, one of which has a method's name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.gain = nn.Parameter(torch.rand(()).expand(6))
+        self.register_buffer("shift", torch.rand(6))
+        for tensor in [*self.parameters(), *self.buffers()]:
+            tensor.stride = 1  # type: ignore[method-assign, assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x))) * self.gain + self.shift  # type: ignore[no-any-return]
+
+
+def train_attributes(stage: int, init: bool) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    torch.manual_seed(3)
+    with Init() if init else nullcontext():
+        model = OfMegatron()
+    engine = zerorun.initialize(model, make_config(stage, optimizer="SGD"), topology=shared_topology())
+    for step in range(2):
+        x = torch.randn(2, 6, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    weights = engine.state_dict()
+    engine.destroy()
+    return weights, [tensor.stride for tensor in [*model.parameters(), *model.buffers()]]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("init", [True, False])
+@pytest.mark.parametrize("stage", [3, 0, 1, 2])
+def test_an_attribute_of_a_parameter_may_have_the_name_of_a_method(stage: int, init: bool) -> None:
+    """Megatron's column-parallel layers say ``bias.stride = 1``; where strides were asked for, that number was called."""
+    torch.manual_seed(3)
+    model = OfMegatron()
+    model.gain = nn.Parameter(model.gain.detach().clone())  # elements of their own can be updated
+    optimizer = torch.optim.SGD(model.parameters(), **make_config(stage, optimizer="SGD")["optimizer"]["params"])
+    for step in range(2):
+        batches = [torch.randn(2, 6, generator=torch.Generator().manual_seed(2 * step + rank)) for rank in range(2)]
+        (sum(model(x).square().mean() for x in batches) / 2).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights, attributes in run_ranks(2, train_attributes, stage, init):
+        assert attributes == [1] * 6
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-6)
+
+
 class Block(nn.Module):
     """Some other layers, so that what was made before is released."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..distributed.device import CopyStream, holds, host_empty, queues
+from ..plan.weights import strides_of
 
 # Only tensors of at least this many bytes are worth a copy: for smaller ones, starting it takes longer than the transfer.
 SMALL_BYTES = 2**16
@@ -92,7 +93,7 @@ class Stored:
 
     def __init__(self, pool: HostPool, tensor: torch.Tensor) -> None:
         self._pool = pool
-        self._size, self._stride = tensor.size(), tensor.stride()
+        self._size, self._stride = tensor.size(), strides_of(tensor)
         self._buffer = pool.take(tensor.nbytes)
         self._host = self._buffer[: tensor.nbytes].view(tensor.dtype)  # [numel]
         self._fetched: torch.Tensor | None = None  # [numel], on the device
@@ -161,7 +162,7 @@ class Group:
 def _is_dense(tensor: torch.Tensor) -> bool:
     """True if the elements fill one range of memory without gaps or overlaps."""
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+    for stride, size in sorted(zip(strides_of(tensor), tensor.size(), strict=True)):
         if size != 1:
             if stride != expected:
                 return False

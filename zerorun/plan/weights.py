@@ -116,7 +116,7 @@ def members(param: torch.Tensor) -> list[tuple[str, nn.Parameter]]:
 def _can_move(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor or isinstance(tensor, nn.Parameter) or tensor.requires_grad:
         return False
-    strides = zip(tensor.stride(), tensor.shape, strict=True) if tensor.layout is torch.strided else [(1, 2)]
+    strides = zip(strides_of(tensor), tensor.shape, strict=True) if tensor.layout is torch.strided else [(1, 2)]
     return tensor.is_contiguous() or all(not stride or size == 1 for stride, size in strides)  # as placeholders are
 
 
@@ -303,8 +303,13 @@ def rebuilt(tensor: torch.Tensor, value_of: Callable[[torch.Tensor], torch.Tenso
         return value_of(tensor)
     attributes, context = tensor.__tensor_flatten__()
     inner = {name: rebuilt(getattr(tensor, name), value_of) for name in attributes}
-    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    made: torch.Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), strides_of(tensor))
     return made
+
+
+def strides_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of ``tensor``, whose ``stride`` may be a number: Megatron's layers put one on parameters."""
+    return torch.Tensor.stride(tensor)
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from ..plan.weights import inner_tensors
+from ..plan.weights import inner_tensors, strides_of
 from ..zero.init import partitioned
 
 
@@ -60,7 +60,7 @@ def _extents(model: nn.Module, trained: Collection[int]) -> Iterator[Extent]:
         for _, inner in inner_tensors(tensor) if id(tensor) not in apart else ():
             if inner.is_meta or inner.layout is not torch.strided or not inner.numel() or not inner.data_ptr():
                 continue
-            reach = sum((size - 1) * stride for size, stride in zip(inner.shape, inner.stride(), strict=True))
+            reach = sum((size - 1) * stride for size, stride in zip(inner.shape, strides_of(inner), strict=True))
             low, size = inner.data_ptr(), inner.element_size()
             yield Extent(name, inner, low, low + (reach + 1) * size, changes)
 
@@ -117,6 +117,6 @@ def _touching(cluster: list[Extent]) -> tuple[Extent, Extent] | None:
 def _place(marks: torch.Tensor, extent: Extent, base: int, step: int) -> torch.Tensor:
     """The elements of ``extent`` in ``marks``, which has one for each ``step`` bytes from ``base`` on."""
     each = extent.tensor.element_size() // step
-    dims = [(n, s * each) for n, s in zip(extent.tensor.shape, extent.tensor.stride(), strict=True) if s and n > 1]
+    dims = [(n, s * each) for n, s in zip(extent.tensor.shape, strides_of(extent.tensor), strict=True) if s and n > 1]
     sizes, strides = [n for n, _ in dims], [s for _, s in dims]
     return marks.as_strided([*sizes, each], [*strides, 1], (extent.low - base) // step)

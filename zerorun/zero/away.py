@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed.device import Arrival, CopyStream, empty_storage, give_back_unused, holds, host_empty, queues
 from ..log import info_once
 from ..plan.sharding_plan import DEVICE, HOST
+from ..plan.weights import strides_of
 from .flat_group import TrainedGroup
 from .sharded_optimizer import ShardedOptimizer
 from .unit import SlotPool, Unit
@@ -74,7 +75,7 @@ class _Absent:
     def show(self, flat: torch.Tensor) -> None:
         """Let the tensors be views of ``flat`` [bytes]."""
         for tensor in self.shown:
-            tensor.data = flat.view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+            tensor.data = flat.view(tensor.dtype).as_strided(tensor.shape, strides_of(tensor), tensor.storage_offset())
 
 
 @dataclass

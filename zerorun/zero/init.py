@@ -45,7 +45,7 @@ from ..distributed.same_data import SAME, compare
 from ..distributed.transport import world
 from ..distributed.transport.process_group import init_distributed
 from ..errors import ModelError, OrderError
-from ..plan.weights import inside, is_packed, let_go_of_memory, members, named_members, own_members, stays_apart
+from ..plan.weights import inside, is_packed, let_go_of_memory, members, named_members, own_members, stays_apart, strides_of
 from .placeholders import UnsavedPlaceholder, is_loud, placeholder, storage_key, tensors_in
 
 _TENSOR: Any = torch.Tensor
@@ -365,7 +365,7 @@ def _is_left_alone(param: torch.Tensor) -> bool:
 
 def _is_expanded(tensor: torch.Tensor) -> bool:
     """True if several elements share one address. Such memory cannot be filled from a whole value."""
-    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return any(stride == 0 and size > 1 for stride, size in zip(strides_of(tensor), tensor.shape, strict=True))
 
 
 # -- memory that several tensors share ---------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return (the first byte of ``tensor`` in its storage, the byte after the last)."""
     low = int(tensor.storage_offset())
-    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides_of(tensor), strict=True)) + 1
     return low * tensor.itemsize, (low + (length if tensor.numel() else 0)) * tensor.itemsize
 
 
@@ -383,7 +383,7 @@ def _remember_memory(part: _Part, whole: torch.Tensor) -> None:
     part.memory = _memories.setdefault(storage._cdata, _Memory(storage))
     part.memory.parts.add(part)
     part.low, part.high = _extent(whole)
-    part.stride = None if whole.is_contiguous() else whole.stride()
+    part.stride = None if whole.is_contiguous() else strides_of(whole)
 
 
 def _shown_in(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -437,7 +437,7 @@ def _make_whole(parts: Sequence[_Part], memory: _Memory | None) -> list[torch.Te
             continue
         if storage is not None:
             offset = (part.low - base) // whole.itemsize
-            place = whole.new_empty(0).set_(storage, offset, part.shape, part.stride or whole.stride())  # type: ignore[arg-type]
+            place = whole.new_empty(0).set_(storage, offset, part.shape, part.stride or strides_of(whole))  # type: ignore[arg-type]
             whole = place.copy_(whole)
         _show(param, whole)
         _partitioned.pop(param)
@@ -457,7 +457,7 @@ def _share_memory(copy: torch.Tensor, param: torch.Tensor) -> None:
 
 def _refuse_placeholder(name: str, param: torch.Tensor) -> None:
     """Raise ModelError for a parameter that Init did not partition but that shows a placeholder: it has no values."""
-    if param.is_meta or param.layout is not torch.strided or param.numel() < 2 or any(param.stride()):
+    if param.is_meta or param.layout is not torch.strided or param.numel() < 2 or any(strides_of(param)):
         return
     if param.untyped_storage().nbytes() == param.itemsize and _reads_loud(param.detach()):
         raise ModelError(
@@ -484,7 +484,7 @@ def _refuse_copied(name: str, param: torch.Tensor) -> None:
 
 def _reads_loud(tensor: torch.Tensor) -> bool:
     """True if ``tensor`` reads as a placeholder, even one that was moved or cast. An expanded one takes no memory."""
-    if tensor.numel() and not any(tensor.stride()):
+    if tensor.numel() and not any(strides_of(tensor)):
         tensor = tensor.as_strided((1,), (1,))
     return bool(is_loud(tensor).all())
 
