@@ -4929,5 +4929,11 @@ MUTANTS = (
         "        self.homes.clear()",
         "        pass",
         ("tests/ranks/test_foreign_values.py", "-k", "without_its_module"),
+        "muon-of-the-mode-is-scaled-for-adamw",
+        "divisor",
+        "zerorun/config/leniency.py",
+        '    "adjust_lr_fn": (("adjust_lr_fn",), "original"),',
+        "",
+        ("tests/unit/test_deepspeed_mode.py", "-k", "updates_of_muon"),
     ),
 )

@@ -1,5 +1,6 @@
 """What DeepSpeed reads over without a word: in its mode each is a note instead of an error. And 1 and 0 are flags, and
-words in quotes are flags and numbers where DeepSpeed's own reader takes them for these.
+words in quotes are flags and numbers where DeepSpeed's own reader takes them for these. What a file does not say of Muon is
+as there.
 
 Trainers write such keys for DeepSpeed, and scripts that run with it have them; nothing can depend on them.
 """
@@ -11,6 +12,7 @@ from typing import Any, get_args
 
 from ..log import info_once
 from .fields import Section, section_of
+from .params import find_kind
 from .reader import AUTO, is_comment
 from .schema import Config
 from .source import read_source
@@ -29,6 +31,14 @@ _LOOKED_THROUGH = (
     ),
 )
 
+# What DeepSpeed's Muon does where its file says nothing, as far as zerorun does something else: its key there -> (the keys
+# in a file that say it, the value).
+_MUON = {
+    "adjust_lr_fn": (("adjust_lr_fn",), "original"),
+    "muon_lr": (("muon_lr", "lr"), 0.02),
+    "adam_lr": (("adam_lr", "lr"), 3e-4),
+}
+
 # Sections that DeepSpeed checks with pydantic, which takes "true" and "2" for what they say.
 _CONVERTED = ("zero_optimization", "fp16", "bf16", "bfloat16")
 
@@ -41,7 +51,7 @@ def as_deepspeed_reads(source: Any) -> Any:
     if source is None or isinstance(source, Config):
         return source
     raw, name = read_source(source)
-    flags = _with_switches(_with_flags(Config, _unquoted_sections(raw)), name)
+    flags = _with_muon(_with_switches(_with_flags(Config, _unquoted_sections(raw)), name), name)
     kept, dropped = dict(flags), list[str]()
     _drop_unknown(Config, kept, "", dropped)
     for section in _LOOKED_THROUGH:
@@ -121,6 +131,30 @@ def _with_switches(raw: dict[str, Any], name: str) -> dict[str, Any]:
         "for the precision that you want."
     )
     return {**raw, **changed}
+
+
+def _with_muon(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return ``raw`` with what DeepSpeed's Muon does where the file does not say it; itself for other optimizers."""
+    section = raw.get("optimizer")
+    known = find_kind("optimizer", section.get("type")) if isinstance(section, dict) else None
+    if not isinstance(section, dict) or known is None or known.name != "Muon":
+        return raw
+    params = section.get("params") or {}
+    if not isinstance(params, dict):  # which is told as always
+        return raw
+    missing = {key: value for key, (said_by, value) in _MUON.items() if not any(word in params for word in said_by)}
+    clipping = raw.get("gradient_clipping")
+    if clipping:
+        info_once(
+            f"{name}: gradient_clipping is {clipping} with Muon. Here it clips the gradients. In DeepSpeed it clips the "
+            "directions that Muon has made of them, which divides the learning rate. If the updates have to be as small as "
+            "there, lower optimizer.params.muon_lr."
+        )
+    if not missing:
+        return raw
+    told = ", ".join(f"{key} = {value}" for key, value in missing.items())
+    info_once(f"{name}: Muon has {told} in optimizer.params, as in DeepSpeed, because the file does not say it.")
+    return {**raw, "optimizer": {**section, "params": {**missing, **params}}}
 
 
 def _takes_flags(annotation: Any) -> bool:
