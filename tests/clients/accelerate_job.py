@@ -73,7 +73,7 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     made = accelerator.prepare(*(thing for thing in (model, optimizer, data, schedule) if thing is not None))
     model, optimizer, data = made[:3]
     schedule = made[3] if schedule is not None else None
-    assert type(model).__name__ == ("DistributedDataParallel" if stage is None else "Engine")
+    assert type(model).__name__.endswith("DistributedDataParallel" if stage is None else "Engine")
     found: dict[str, Any] = {"log": []}
     saved = None
     for number, batch in enumerate(data):

@@ -90,7 +90,7 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
     used = trainer()
     used.train()
     if stage is not None or dist.get_world_size() > 1:
-        assert type(used.model_wrapped).__name__ == ("DistributedDataParallel" if stage is None else "Engine")
+        assert type(used.model_wrapped).__name__.endswith("DistributedDataParallel" if stage is None else "Engine")
     found: dict[str, Any] = {"log": log_of(used), "evaluation": used.evaluate()["eval_loss"]}
     if cell in ("resume", "by day"):
         begin_anew()

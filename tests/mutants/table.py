@@ -4935,5 +4935,11 @@ MUTANTS = (
         '    "adjust_lr_fn": (("adjust_lr_fn",), "original"),',
         "",
         ("tests/unit/test_deepspeed_mode.py", "-k", "updates_of_muon"),
+        "an-engine-hides-its-model-from-modules",
+        "stale",
+        "zerorun/deepspeed/engine_module.py",
+        '        return {} if module is None else {"module": module}',
+        "        return {}",
+        ("tests/unit/test_deepspeed_mode.py", "-k", "one_of_its_modules or through_a_module"),
     ),
 )

@@ -670,3 +670,135 @@ def test_named_tuples_are_moved_and_copied_as_tuples() -> None:
     assert moved[0].is_meta and moved[1][0].is_meta
     assert torch.equal(cloned[0], value.loss) and not cloned[0].requires_grad
     assert cloned[1][0].data_ptr() != value.logits[0].data_ptr()
+
+
+IN_A_MODULE = """
+import copy, gc, pickle, weakref
+import torch, deepspeed
+from torch import nn
+
+class Actor(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.head = model, nn.Linear(3, 3)
+    def forward(self, x):
+        return self.head(self.model(x))
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.BatchNorm1d(3))
+
+settings = {"train_batch_size": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "gradient_clipping": 0, "zero_optimization": {"stage": STAGE}}
+engine, *_ = deepspeed.initialize(model=model(), config=settings)
+actor, plain = Actor(engine), Actor(nn.ModuleDict({"module": model()}))
+"""
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_an_engine_in_a_module_is_one_of_its_modules(tmp_path: Path, stage: int) -> None:
+    """With the names that it has there in DeepSpeed. What is asked of the engine itself goes to the model as before."""
+    text = """
+for names in ("named_modules", "named_parameters", "named_buffers", "state_dict"):
+    found, wanted = (list(getattr(one, names)()) for one in (actor, plain))
+    if names != "state_dict":
+        found, wanted = ([name for name, _ in pairs] for pairs in (found, wanted))
+    print(found == wanted, end=" ")
+print(isinstance(engine, nn.Module), isinstance(engine, deepspeed.DeepSpeedEngine), engine in list(actor.children()))
+for name in ("named_modules", "named_parameters", "named_children", "named_buffers"):
+    print([one for one, _ in getattr(engine, name)()] == [one for one, _ in getattr(engine.module, name)()], end=" ")
+print(list(engine.state_dict())[:2], list(engine.state_dict(prefix="a."))[:2])
+dropout, seen = engine.module[1], []
+for action in (actor.eval, actor.train, engine.eval, engine.train, lambda: actor.train(False), engine.module.train):
+    action()
+    seen.append((dropout.training, engine.training))
+print(*(int(one) if one == other else "?" for one, other in seen))
+actor.apply(lambda one: seen.append(one))
+print(dropout in seen, engine.apply(lambda one: None) is engine.module, actor.to("cpu") is actor)
+print(engine.to("cpu") is engine, actor.requires_grad_() is actor, actor.load_state_dict(actor.state_dict()))
+calls = []
+handles = [engine.register_forward_hook(lambda *_: calls.append("after"))]
+handles += [engine.register_forward_pre_hook(lambda *_: calls.append("before"))]
+engine(torch.ones(2, 4))
+[handle.remove() for handle in handles]
+print(calls)
+for action in (lambda: copy.deepcopy(engine), lambda: pickle.dumps(engine), lambda: copy.deepcopy(actor)):
+    try:
+        action()
+    except Exception as error:
+        print(type(error).__name__)
+engine.backward(actor(torch.ones(2, 4)).sum())
+engine.step()
+actor.zero_grad()
+engine.zero_grad()
+print({param.grad for param in actor.parameters()}, "Linear" in repr(actor))
+found = weakref.ref(engine)
+engine.destroy()
+del engine, actor, seen, action
+gc.collect()
+print(found())
+"""
+    assert printed(BEGIN + IN_A_MODULE.replace("STAGE", str(stage)) + text, tmp_path) == [
+        "True True True True True True True",
+        "True True True True ['0.weight', '0.bias'] ['a.module.0.weight', 'a.module.0.bias']",
+        "0 1 0 1 0 1",
+        "True True True",
+        "True True <All keys matched successfully>",
+        "['before', 'after']",
+        *["TypeError"] * 3,
+        "{None} True",
+        "None",
+    ]
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_a_module_around_an_engine_trains_as_one_process(tmp_path: Path, stage: int) -> None:
+    text = """
+with torch.no_grad():
+    plain.head.load_state_dict(actor.head.state_dict())
+actor.requires_grad_(True).eval()
+plain.eval()
+optimizer = torch.optim.SGD(plain.model.parameters(), lr=0.1)
+for _ in range(3):
+    engine.backward(actor(torch.ones(2, 4)).sum())
+    engine.step()
+    plain.head(plain.model["module"](torch.ones(2, 4))).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+weights = plain.model["module"].state_dict()
+print(all(torch.allclose(value, weights[name]) for name, value in engine.state_dict().items()), len(weights))
+"""
+    assert printed(BEGIN + IN_A_MODULE.replace("STAGE", str(stage)) + text, tmp_path, ZERORUN_DEVICE="cpu") == ["True 7"]
+
+
+def test_values_go_through_a_module_into_its_engine(tmp_path: Path) -> None:
+    """By ``load_state_dict``, with the names that its ``state_dict`` has. A wrong name is told as by any module."""
+    text = """
+plain.load_state_dict({name: torch.full_like(value, 2) for name, value in plain.state_dict().items()})
+print(actor.load_state_dict(plain.state_dict()), *{float(value.double().mean()) for value in engine.state_dict().values()})
+try:
+    actor.load_state_dict({**plain.state_dict(), "model.odd": torch.ones(1)})
+except RuntimeError as error:
+    print('Unexpected key(s) in state_dict: "model.odd".' in str(error))
+"""
+    found = printed(BEGIN + IN_A_MODULE.replace("STAGE", "2") + text, tmp_path, ZERORUN_DEVICE="cpu")
+    assert found == ["<All keys matched successfully> 2.0", "True"]
+
+
+def test_a_pipelines_engine_is_a_module_as_well(tmp_path: Path) -> None:
+    text = """
+import torch, deepspeed
+from deepspeed.pipe import PipelineModule
+layers = [torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)]
+net = PipelineModule(layers, num_stages=1, loss_fn=lambda output, label: ((output - label) ** 2).mean())
+settings = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = deepspeed.initialize(model=net, config=settings)
+outer = torch.nn.ModuleList([engine])
+print(isinstance(engine, deepspeed.PipelineEngine), isinstance(engine, torch.nn.Module), type(engine).__name__)
+outer.eval()
+print(layers[1].training, len(list(outer.parameters())), engine.forward.__name__)
+engine.train_batch(iter([(torch.ones(2, 4), torch.ones(2, 4))]))
+print(engine.global_steps)
+"""
+    found = printed(BEGIN + text, tmp_path, ZERORUN_DEVICE="cpu")
+    assert found == ["True True PipelineEngine", "False 2 __call__", "1"]

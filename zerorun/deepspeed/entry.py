@@ -24,6 +24,7 @@ from ..errors import ConfigError, ConfigProblem, StepError, TopologyError
 from ..log import is_rank_zero, script_logger, warn_once
 from ..startup.inputs import config_of
 from ..watch.launched import launched, world_size_in
+from .engine_module import as_module
 from .param_grad import show_gradients
 from .parameters import show_placeholders
 from .surface import VERSION
@@ -47,7 +48,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[Engine, Any, Any, Any]:
-    """Return (engine, optimizer, dataloader, lr_scheduler), as ``zerorun.initialize`` makes them.
+    """Return (engine, optimizer, dataloader, lr_scheduler), as ``zerorun.initialize`` makes them. The engine is a module.
 
     ``config_params`` is another name of ``config``. ``distributed_port`` has no effect: the launcher says where ranks meet.
     ``mesh_param``: the numbers of data-parallel ranks and of those that divide sequences. A model that an engine without an
@@ -69,6 +70,7 @@ def initialize(
         lr_scheduler=lr_scheduler,
         training_data=training_data,
         collate_fn=collate_fn,
+        engine_class=as_module,
     )
     engine = taking_over(model, make, untrained=True)
     if is_rank_zero():  # by these words clients see in a log that DeepSpeed has made an engine

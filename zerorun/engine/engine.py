@@ -335,7 +335,7 @@ class Engine(CurvatureTaking):
         managed, by_loop = self.config.managed_gradient_accumulation, self.accumulation.given_boundary is not None
         self.history.progress.count(samples_of_step(batch, backwards, managed=managed, ended_by_loop=by_loop))
         if summary.deferred:
-            self._apply(decision, summary)
+            self._apply_update(decision, summary)
             step.take_back.append(model.optimizer.take_back)
             self.history.expect(step)
             if self.lr_scheduler is not None:
@@ -343,14 +343,14 @@ class Engine(CurvatureTaking):
                     step.take_back.append(step_reversibly(self.lr_scheduler, model.optimizer.optimizer, **lr_kwargs))
             return
         if decision.outcome.finite:
-            self._apply(decision, summary)
+            self._apply_update(decision, summary)
         self.history.expect(step)
         if decision.outcome.finite and self.lr_scheduler is not None:
             with _errors_told(self.lr_scheduler):
                 self.lr_scheduler.step(**lr_kwargs)
         self.refuse_failed()
 
-    def _apply(self, decision: Decision, summary: Summary) -> None:
+    def _apply_update(self, decision: Decision, summary: Summary) -> None:
         with may_change(self.sharded_model):
             self.sharded_model.update(decision.coefficient, unused=summary.unused)
             self.sharded_model.publish()

@@ -130,6 +130,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     topology: Topology | None = None,
     args: Any = None,
+    engine_class: Callable[[type[Engine]], type[Engine]] | None = None,
 ) -> Engine:
     """Turn an ordinary module into a training engine. All ranks must call it with the same model and configuration.
 
@@ -138,8 +139,9 @@ def initialize(
     groups to optimize (default: all that require a gradient). ``lr_scheduler``: an instance, or a callable that takes the
     optimizer; it takes precedence as well. ``training_data``: a dataset for ``engine.dataloader``, or a loader with a state
     of its own (torchdata's StatefulDataLoader), whose position is saved in checkpoints. ``topology``: if it has process
-    groups, it is used as it is and stays open; if it has none, ``engine.topology`` is a copy with groups. The engine that
-    is returned also unpacks as (engine, optimizer, dataloader, lr_scheduler).
+    groups, it is used as it is and stays open; if it has none, ``engine.topology`` is a copy with groups.
+    ``engine_class``: given the class that the engine would have, returns one derived from it to be used instead. The engine
+    that is returned also unpacks as (engine, optimizer, dataloader, lr_scheduler).
 
     A module that an engine has, or a parameter of, is refused, unless no rank has that engine any more: then that gives its
     module back first, with the weights of now. The module's parameters become views of flat buffers, with rank 0's values.
@@ -242,7 +244,9 @@ def initialize(
     refuses = not settings.ignore_unused_parameters
     given_optimizer = OptimizerAsGiven(raw.optimizer) if raw.optimizer is not None else None
     kept_as = ShardedModel if comm.statistics.watch is None else TimedModel
-    sharded_model, engine = None, None
+    sharded_model, engine, made_as = None, None, _engine_for(model)
+    if engine_class is not None:
+        made_as = engine_class(made_as)
     try:
         sharded = _shard_optimizer(raw, plan, made.units, comm, parallelized.copies, refuse_unused=refuses)
         if sharded is not None:
@@ -250,7 +254,7 @@ def initialize(
         sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)
         runtime.keep(_changes(sharded_model, wanted, device))
         runtime.keep(observer.attached_to(model) if observer is not None else ())
-        engine = _engine_for(model)(
+        engine = made_as(
             model,
             wanted,
             topology,
