@@ -4907,6 +4907,8 @@ MUTANTS = (
         "        if self._modifier_rank is None or any(undone[0].model is model for undone in self._undone):",
         "        if True:",
         ("tests/ranks/test_access.py", "-k", "saved_in_a_block"),
+    ),
+    Mutant(
         "parameters-of-an-engine-that-is-gone-stay-with-it",
         "stale",
         "zerorun/zero/sharded_model.py",
@@ -4929,12 +4931,16 @@ MUTANTS = (
         "        self.homes.clear()",
         "        pass",
         ("tests/ranks/test_foreign_values.py", "-k", "without_its_module"),
+    ),
+    Mutant(
         "muon-of-the-mode-is-scaled-for-adamw",
         "divisor",
         "zerorun/config/leniency.py",
         '    "adjust_lr_fn": (("adjust_lr_fn",), "original"),',
         "",
         ("tests/unit/test_deepspeed_mode.py", "-k", "updates_of_muon"),
+    ),
+    Mutant(
         "an-engine-hides-its-model-from-modules",
         "stale",
         "zerorun/deepspeed/engine_module.py",
