@@ -4948,4 +4948,12 @@ MUTANTS = (
         "        return {}",
         ("tests/unit/test_deepspeed_mode.py", "-k", "one_of_its_modules or through_a_module"),
     ),
+    Mutant(
+        "a-changed-unit-is-not-gathered-again",
+        "stale",
+        "zerorun/zero/runtime.py",
+        "    renew(runtime.gathers, unit, runtime._backward or runtime._forward)",
+        "    renew(runtime.gathers, unit, None)",
+        ("tests/ranks/test_access.py", "-k", "change_weights_in_its_forward"),
+    ),
 )

@@ -741,6 +741,49 @@ def test_a_layer_may_open_a_block_in_its_forward() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+class Halving(nn.Linear):
+    """Halves the weight of ``of``, another layer or itself, in its forward."""
+
+    how, of = "", (None,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = (self.of[0] or self).weight
+        if self.how == "block":
+            with GatheredParameters(weight, modifier_rank=0):
+                weight.data.mul_(0.5)
+        elif self.how == "full":
+            zerorun.zero.safe_set_full_fp32_param(weight, zerorun.zero.safe_get_full_fp32_param(weight) * 0.5)
+        elif self.how == "local":
+            zerorun.zero.safe_set_local_fp32_param(weight, zerorun.zero.safe_get_local_fp32_param(weight) * 0.5)
+        return super().forward(x)
+
+
+def edited_in_a_forward(stage: int, how: str) -> dict[str, torch.Tensor]:
+    """Weights and losses where a layer changes itself, and one the next, which may have been gathered for its turn."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Halving(4, 4) for _ in range(5)))
+    engine = zerorun.initialize(model, make_config(stage), topology=shared_topology())
+    model[1].how = model[2].how = how
+    model[2].of = (model[3],)
+    losses = []
+    for number in range(3):
+        losses.append(engine.backward(engine(torch.full((2, 4), number + 1.0)).square().mean()).detach())
+        engine.step()
+        with torch.no_grad():
+            losses.append(engine(torch.full((2, 4), number + 1.0)).square().mean())
+    found = {**engine.state_dict(), "losses": torch.stack([loss.detach() for loss in losses])}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("how", ["block", "full", "local"])
+def test_a_layer_may_change_weights_in_its_forward(how: str) -> None:
+    """At stage 3 what was running, or gathered for its turn, went on with NaN."""
+    expected = run_ranks(2, edited_in_a_forward, 0, how)[0]
+    for found in run_ranks(2, edited_in_a_forward, 3, how):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 class WrittenLate:
     """A write that begins when somebody waits for it."""
 

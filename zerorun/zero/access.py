@@ -16,7 +16,7 @@ from ..plan.weights import follow_memory, followers, rebuilt
 from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup, TrainedGroup, fresh_gradient, rounded, take_weight
 from .pieces import OptimizerPiece
-from .runtime import MADE_BY, Runtime
+from .runtime import MADE_BY, Runtime, weights_edited
 from .sharded_model import ParameterHome, ShardedModel, find, model_of, without_edits
 from .unit import Unit, finish_updates
 
@@ -218,8 +218,7 @@ def store_weight(model: ShardedModel, home: ParameterHome, value: torch.Tensor, 
         entry_view(home, flat_group.full).copy_(weight)
     else:
         store_owned(flat_group, home.entry, flat_group.shard, weight)
-        if model.runtime.gathers.holds(home.unit):
-            model.runtime.gathers.evict(home.unit.param_slot)
+        weights_edited(model.runtime, home.unit)
 
 
 def keep_owned(home: ParameterHome, flat_group: TrainedGroup, values: torch.Tensor) -> None:

@@ -35,6 +35,7 @@ from .access import (
 from .flat_group import TrainedGroup
 from .gradients import gathered_gradients, reduce_all, whole_gradient
 from .pieces import owned_gradient
+from .runtime import weights_edited
 from .sharded_model import ParameterHome, ShardedModel
 
 UpdateFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -154,9 +155,8 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     keep_owned(home, flat_group, exact)
     if not flat_group.plan.master_is_weight:
         owned_part(home, flat_group.weight).copy_(owned_part(home, flat_group.master))
-    if not home.unit.resident and model.runtime.gathers.holds(home.unit):
-        model.runtime.gathers.evict(home.unit.param_slot)
     home.unit.let_go_of_others()
+    weights_edited(model.runtime, home.unit)
     if home.unit.resident and not flat_group.plan.owns_everything:
         whole = gathered(model, flat_group, flat_group.weight, home.unit.name)
         entry_view(home, flat_group.full).copy_(entry_view(home, whole))  # others may have edits of this rank, in a block

@@ -324,6 +324,26 @@ class Gathers:
         )
 
 
+def renew(gathers: Gathers, unit: Unit, trace: ExecutionTrace | None) -> None:
+    """The shards of ``unit`` have other values. Its shared slot gets them if ``trace`` is running, and is emptied if None.
+
+    A pass counts on what was gathered before: the unit may be running, or have been gathered for its turn. All
+    data-parallel ranks must call it.
+    """
+    if unit.resident:
+        return
+    held, was_whole = gathers.holds(unit), unit.unsharded
+    anywhere = held
+    if trace is not None and trace.order is None:  # ranks may have gathered different units
+        anywhere = any(map(int, gathers._comm.control.data_gather(torch.tensor([int(held)]))))
+    if held:
+        gathers.evict(unit.param_slot)
+    if trace is not None and anywhere:
+        gathers._gather_for_some(unit, needed_here=held)
+        if was_whole:
+            unit.unshard()
+
+
 # -- orders, as pure data ----------------------------------------------------------------------------------------
 
 

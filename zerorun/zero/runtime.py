@@ -52,7 +52,7 @@ from ..plan.forwards import ReplacedForward, methods_with_parts, uncompiled
 from ..plan.sharding_plan import ShardingPlan
 from .away import GRADIENTS, SLOTS, WEIGHTS
 from .builder import ShardedParameters
-from .gathers import ExecutionTrace, Gathers
+from .gathers import ExecutionTrace, Gathers, renew
 from .guards import ReadGuard, ScriptGuard
 from .placeholders import tensors_held_by, tensors_in
 from .reducer import Backwards, Reducer
@@ -506,6 +506,11 @@ class Runtime:
         self.reducer.forget()
         self._on_inputs.remove()
         self._inside.forget_inputs()
+
+
+def weights_edited(runtime: Runtime, unit: Unit) -> None:
+    """A script has changed the shards of ``unit``, maybe in a forward. All data-parallel ranks must call it."""
+    renew(runtime.gathers, unit, runtime._backward or runtime._forward)
 
 
 def runtimes_in(module: nn.Module) -> Iterator[tuple[str, Runtime]]:
