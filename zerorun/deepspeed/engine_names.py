@@ -154,11 +154,12 @@ def load_module_state_dict(
 ) -> None:
     """Load what ``module_state_dict`` returned, or a dict that has it as ``module``. All ranks must call it at stage 3.
 
-    What stage 3 divides is whole on each rank for the time, and gets the values of rank 0; both arguments that say which
-    parameters have no effect. Where tensor ranks divide a parameter, each takes its part of the whole value. Where the dict
-    has a placeholder, as of ``module_state_dict`` at stage 3, the parameter keeps its value. ``allowed_missing_keys``: with
-    ``strict``, names that may be missing. Raises RuntimeError, as ``load_state_dict`` of a module does, for names and
-    shapes of another model, and ConfigError for a ``custom_load_fn``.
+    All ranks must give equal values: what stage 3 divides is whole on each rank for the time, and gets those of rank 0, and
+    the rest gets those of each rank. Both arguments that say which parameters have no effect. Where tensor ranks divide a
+    parameter, each takes its part of the whole value. Where the dict has a placeholder, as of ``module_state_dict`` at
+    stage 3, the parameter keeps its value. ``allowed_missing_keys``: with ``strict``, names that may be missing. Raises
+    RuntimeError, as ``load_state_dict`` of a module does, for names and shapes of another model, and ConfigError for a
+    ``custom_load_fn``.
     """
     _refuse_load_fn("load_module_state_dict", custom_load_fn)
     inside = checkpoint.get("module")
