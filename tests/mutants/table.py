@@ -1175,6 +1175,14 @@ MUTANTS = (
         ("tests/ranks/test_advice.py", "-k", "in_a_pipeline"),
     ),
     Mutant(
+        "marks-of-whole-layers-are-taken-for-parts",
+        "stale",
+        "zerorun/deepspeed/tensor_ranks.py",
+        "    if found == 1 and not (marked and asked is None):  # Megatron marks the layers of one rank, too, which are whole",
+        "    if found == 1 and not marked:",
+        ("tests/ranks/test_tensor_ranks.py", "-k", "without_blocks and 2-mpu"),
+    ),
+    Mutant(
         "an-attribute-is-called-for-strides",
         "stale",
         "zerorun/plan/weights.py",

@@ -69,16 +69,21 @@ class Mpu:
 
 def train(stage: int, asked: str) -> dict[str, torch.Tensor]:
     model, more, mpu = made(), {"zero_optimization": {"stage": stage}}, None
-    if asked == "tp_model_init":
+    if asked == "mpu of one":
+        for param in model.parameters():
+            param.model_parallel = param.tensor_model_parallel = True  # type: ignore[attr-defined]
+        mpu = Mpu({0: (0,), 1: (1,)})
+    elif asked == "tp_model_init":
         model = tp_model_init(model, tp_size=2, dtype=torch.float32)
     else:
         more["tensor_parallel"] = {"autotp_size": 2}
     if asked == "mpu":
         mpu = Mpu({0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)})
     engine, *_ = deepspeed.initialize(model=model, config=config(**more), mpu=mpu)
-    assert engine.module.up.weight.shape[0] in (0, 8) or stage == 3
+    size = 1 if asked == "mpu of one" else 2
+    assert engine.module.up.weight.shape[0] in (0, 16 // size) or stage == 3
     for step in range(STEPS):
-        ids = batch(step, dist.get_rank() // 2)
+        ids = batch(step, dist.get_rank() // size)
         engine.backward(loss_of(engine(ids), ids))
         engine.step()
     weights: dict[str, torch.Tensor] = engine.state_dict()
@@ -86,8 +91,11 @@ def train(stage: int, asked: str) -> dict[str, torch.Tensor]:
     return weights
 
 
-@pytest.mark.parametrize(("stage", "asked"), ((1, "tp_model_init"), (3, "mpu"), (2, "autotp_size")))
+@pytest.mark.parametrize(
+    ("stage", "asked"), ((1, "tp_model_init"), (3, "mpu"), (2, "autotp_size"), (2, "mpu of one"), (3, "mpu of one"))
+)
 def test_a_model_without_blocks_is_divided(stage: int, asked: str) -> None:
+    """Or is not, by an mpu of one rank for each layer, whose parameters Megatron marks as those of parts none the less."""
     model = made()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
     for step in range(STEPS):
@@ -96,7 +104,7 @@ def test_a_model_without_blocks_is_divided(stage: int, asked: str) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    for found in run_ranks(4, train, stage, asked):
+    for found in run_ranks(2 if asked == "mpu of one" else 4, train, stage, asked):
         for name, value in model.state_dict().items():
             torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
@@ -140,6 +148,7 @@ def refusals() -> list[str]:
         (made(), {}, apart),
         (made(), {"tensor_parallel": {"autotp_size": 2}}, apart),
         (marked, {"tensor_parallel": {"autotp_size": 2}}, Mpu({0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)})),
+        (marked, {}, object()),
         (asked, {"tensor_parallel": {"autotp_size": 4}}, None),
         (asked, {"bf16": {"enabled": True}}, None),
     ]
@@ -154,8 +163,8 @@ def refusals() -> list[str]:
 
 def test_what_differs_is_refused() -> None:
     """Parts that are not zerorun's, ranks that are no neighbours, two sizes, two dtypes."""
-    whole, neighbours, marked, size, dtype = run_ranks(4, refusals)[0]
-    for text in (whole, marked):
+    whole, neighbours, marked, untold, size, dtype = run_ranks(4, refusals)[0]
+    for text in (whole, marked, untold):
         assert text.startswith("TopologyError") and "Remedy: pass the whole model" in text
     assert "divides them over neighbours, here [0, 1]" in neighbours
     assert "tp_size=2" in size and size.startswith("ConfigError")

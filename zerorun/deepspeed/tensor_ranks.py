@@ -146,9 +146,10 @@ def _merged(source: Any, wish: _Wish) -> Any:
 def _check_parts(mpu: Any, model: nn.Module, size: int) -> None:
     """Raise TopologyError if ranks have parts of the model in another way than zerorun divides it."""
     kind = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_world_size") else "model"
-    found = getattr(mpu, f"get_{kind}_parallel_world_size", lambda: 1)()
+    asked = getattr(mpu, f"get_{kind}_parallel_world_size", None)
+    found = 1 if asked is None else asked()
     marked = has_marked_parts(model)
-    if found == 1 and not marked:
+    if found == 1 and not (marked and asked is None):  # Megatron marks the layers of one rank, too, which are whole
         return
     if found != size or marked:
         raise TopologyError(
