@@ -1183,6 +1183,14 @@ MUTANTS = (
         ("tests/ranks/test_tensor_ranks.py", "-k", "without_blocks and 2-mpu"),
     ),
     Mutant(
+        "a-property-is-no-tie",
+        "swallowed",
+        "zerorun/pipeline/layer_builder.py",
+        "    found = [known.get(path, own.get(id(_value_at(path, module)))) for path in spec.tied_weight_attr]",
+        "    found = [known.get(path) for path in spec.tied_weight_attr]",
+        ("tests/unit/test_pipeline_module.py", "-k", "property_that_returns"),
+    ),
+    Mutant(
         "an-attribute-is-called-for-strides",
         "stale",
         "zerorun/plan/weights.py",

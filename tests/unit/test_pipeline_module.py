@@ -266,6 +266,60 @@ def test_layers_of_one_key_may_be_of_different_classes() -> None:
     assert sorted(stages[0].parameter_names()) == ["0.weight", "1.bias", "1.weight", "2.bias"]
 
 
+class EmbedOfMegatron(Embed):
+    @property
+    def word_embeddings_weight(self) -> Tensor:
+        return self.words.weight
+
+    @property
+    def doubled(self) -> Tensor:
+        return 2 * self.words.weight
+
+    @property
+    def width(self) -> int:
+        return WIDTH
+
+
+def test_a_property_that_returns_a_parameter_may_be_tied() -> None:
+    """As in GPT-NeoX. It is the tie of the parameter's own path, in values, gradients and names."""
+
+    def made(path: str, count: int) -> list[PipelineModule]:
+        layers = model_layers()
+        for index in (0, -1):
+            layers[index] = TiedLayerSpec(
+                "embed", EmbedOfMegatron, tied_weight_attr=path, forward_fn=layers[index].forward_fn
+            )
+        stages = range(count)
+        return [PipelineModule(layers, count, stage=stage, seed_layers=True, loss_fn=loss_of) for stage in stages]
+
+    whole, stages = made("words.weight", 1)[0], made("word_embeddings_weight", 2)
+    assert stages[0].ties() == stages[1].ties() == made("words.weight", 2)[0].ties() != []
+    assert_like_one_stage(stages, whole, batch())
+    for wrong in ("doubled", "width", "words", "words.nothing", "nothing.at.all"):
+        with pytest.raises(PipelineError, match=f"no parameter '{wrong}' to tie.*words.weight.*Remedy: name one of these"):
+            made(wrong, 1)
+
+
+class Settings:
+    def __repr__(self) -> str:
+        return f"Settings({'x' * 4000})"
+
+
+@pytest.mark.parametrize(
+    ("spec", "remedy"),
+    [
+        (TiedLayerSpec("k", nn.Linear, 3, 3, device=None, tied_weight_attr="w"), "tied_weight_attr"),
+        (LayerSpec(nn.Linear, Settings(), "y" * 4000, bias=[Settings()] * 40), "correct its arguments"),
+    ],
+)
+def test_long_arguments_do_not_hide_what_a_message_says(spec: LayerSpec, remedy: str) -> None:
+    spec.module_kwargs.setdefault("bias", Settings())
+    with pytest.raises(PipelineError, match=f"Remedy: .*{remedy}") as caught:
+        build([spec])
+    assert str(caught.value).startswith("layer 0, Linear(") and "Settings(xxx" in str(caught.value)
+    assert str(caught.value).index("key 'k'" if "tied" in remedy else "cannot be built") < 600
+
+
 @pytest.mark.parametrize("interval", [1, 2, 5])
 def test_recomputed_layers_give_the_same_gradients_and_keep_less(interval: int) -> None:
     whole = make_stages(1)[0]

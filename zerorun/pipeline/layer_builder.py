@@ -125,13 +125,23 @@ def _tied_names(
 def tied_parameters(index: int, spec: TiedLayerSpec, module: nn.Module) -> list[nn.Parameter]:
     """The parameters of a built layer that its spec ties, in the order of ``tied_weight_attr``."""
     known = dict(module.named_parameters(remove_duplicate=False))
-    missing = [path for path in spec.tied_weight_attr if path not in known]
+    own = {id(param): param for param in known.values()}
+    found = [known.get(path, own.get(id(_value_at(path, module)))) for path in spec.tied_weight_attr]
+    missing = [path for path, param in zip(spec.tied_weight_attr, found, strict=True) if param is None]
     if missing:
         raise PipelineError(
             f"layer {index}, {spec!r}, has no parameter {missing[0]!r} to tie under the key {spec.key!r}. It has "
-            f"{', '.join(known) or 'none'}. Remedy: name one of these in tied_weight_attr."
+            f"{', '.join(known) or 'none'}. Remedy: name one of these in tied_weight_attr, or a property that returns one."
         )
-    return [known[path] for path in spec.tied_weight_attr]
+    return [param for param in found if param is not None]
+
+
+def _value_at(path: str, module: nn.Module) -> Any:
+    """Return what the dotted ``path`` leads to, which may be a property, as in Megatron's layers; None if nothing."""
+    value: Any = module
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
 
 
 class Builder:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
 from ..errors import PipelineError
+
+
+class _Short(reprlib.Repr):
+    """An argument may be the whole configuration of a script, which would hide what a message has to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxother = self.maxstring = 60
 
 
 class LayerSpec:
@@ -31,15 +40,17 @@ class LayerSpec:
         return self.typename(*self.module_args, **self.module_kwargs)
 
     def __repr__(self) -> str:
-        given = [*map(repr, self.module_args), *(f"{key}={value!r}" for key, value in self.module_kwargs.items())]
+        short = _Short().repr
+        given = [*map(short, self.module_args), *(f"{key}={short(value)}" for key, value in self.module_kwargs.items())]
         return f"{self.typename.__name__}({', '.join(given)})"
 
 
 class TiedLayerSpec(LayerSpec):
     """A layer that shares parameters with all others of the same ``key``.
 
-    tied_weight_attr: the dotted path of the shared parameter in the layer, by default "weight", or a list of paths. Shared
-        parameters have the values of the first layer with the key. All other parameters are the layer's own.
+    tied_weight_attr: the dotted path of the shared parameter in the layer, by default "weight", or a list of paths; it may
+        be a property that returns the parameter. Shared parameters have the values of the first layer with the key. All
+        other parameters are the layer's own.
     forward_fn: called as ``forward_fn(module, value)`` instead of ``module(value)``.
     """
 
