@@ -1183,6 +1183,14 @@ MUTANTS = (
         ("tests/ranks/test_tensor_ranks.py", "-k", "without_blocks and 2-mpu"),
     ),
     Mutant(
+        "a-section-inside-itself-belongs-elsewhere",
+        "remedy",
+        "zerorun/config/reader.py",
+        '        if remedy is None and f".{path}".endswith(f".{word}."):  # a section inside itself',
+        "        if remedy is None and path == word:",
+        ("tests/unit/test_config.py", "-k", "section_inside_itself"),
+    ),
+    Mutant(
         "a-property-is-no-tie",
         "swallowed",
         "zerorun/pipeline/layer_builder.py",

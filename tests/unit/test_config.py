@@ -463,6 +463,23 @@ def test_the_remedy_for_a_bare_true_names_no_key_inside(name: str) -> None:
     assert (problem.key, "Set enabled" in problem.remedy) == (name, False)
 
 
+@pytest.mark.parametrize(
+    ("source", "key", "remedy"),
+    [
+        ({"bf16": {"bf16": True}}, "bf16.bf16", 'Remove it; "enabled" switches bf16 on or off.'),
+        ({"fp16": {"fp16": True, "enabled": True}}, "fp16.fp16", 'Remove it; "enabled" switches fp16 on or off.'),
+        ({"pipeline": {"pipeline": 2}}, "pipeline.pipeline", "Remove it."),
+        ({"zero_optimization": {"zero_optimization": {"stage": 2}}}, "zero_optimization.zero_optimization",
+         "Write what it has into the section itself."),
+        ({"fp16": {"bf16": True}}, "fp16.bf16", "It belongs elsewhere: write it as bf16."),
+    ],
+)  # fmt: skip
+def test_a_section_inside_itself_belongs_nowhere_else(source: dict[str, Any], key: str, remedy: str) -> None:
+    """As in the example files of GPT-NeoX: "write it as bf16" was no help inside of bf16."""
+    problem = the_problem(source)
+    assert (problem.key, problem.remedy) == (key, remedy)
+
+
 @pytest.mark.parametrize("key", ["mpu", "tp_group"])
 def test_null_process_groups_are_absent(key: str) -> None:
     assert load_config({"tensor_parallel": {"tp": {key: None}}}).fingerprint() == load_config({}).fingerprint()

@@ -174,6 +174,10 @@ class ConfigReader:
     def _unknown(self, model: type[Section], path: str, word: str, value: object) -> None:
         known = [*model.spellings(), *model.features]
         remedy = _KNOWN_MISTAKES.get(path + word)
+        if remedy is None and f".{path}".endswith(f".{word}."):  # a section inside itself
+            remedy = "Write what it has into the section itself." if isinstance(value, dict) else "Remove it."
+            if "enabled" in known and not isinstance(value, dict):
+                remedy = f'Remove it; "enabled" switches {path.rstrip(".")} on or off.'
         if remedy is None and (homes := [home for home in _homes().get(word, ()) if home != path + word]):
             question = did_you_mean(word, known).replace("Did", " Or did", 1)
             remedy = f"It belongs elsewhere: write it as {' or '.join(homes[:3])}.{question}"
