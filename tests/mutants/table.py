@@ -4980,4 +4980,12 @@ MUTANTS = (
         "    renew(runtime.gathers, unit, None)",
         ("tests/ranks/test_access.py", "-k", "change_weights_in_its_forward"),
     ),
+    Mutant(
+        "an-evaluation-takes-the-micro-batches-of-a-step",
+        "stale",
+        "zerorun/deepspeed/pipeline_names.py",
+        "        count = num_micro_batches or self.micro_batches",
+        "        count = num_micro_batches or self.gradient_accumulation_steps()",
+        ("tests/unit/test_deepspeed_mode.py", "-k", "ask_of_a_pipelines_engine"),
+    ),
 )

@@ -794,11 +794,55 @@ net = PipelineModule(layers, num_stages=1, loss_fn=lambda output, label: ((outpu
 settings = {"train_batch_size": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 engine, *_ = deepspeed.initialize(model=net, config=settings)
 outer = torch.nn.ModuleList([engine])
-print(isinstance(engine, deepspeed.PipelineEngine), isinstance(engine, torch.nn.Module), type(engine).__name__)
+print(isinstance(engine, deepspeed.PipelineEngine), isinstance(engine, torch.nn.Module))
 outer.eval()
 print(layers[1].training, len(list(outer.parameters())), engine.forward.__name__)
 engine.train_batch(iter([(torch.ones(2, 4), torch.ones(2, 4))]))
 print(engine.global_steps)
 """
     found = printed(BEGIN + text, tmp_path, ZERORUN_DEVICE="cpu")
-    assert found == ["True True PipelineEngine", "False 2 __call__", "1"]
+    assert found == ["True True", "False 2 __call__", "1"]
+
+
+def test_what_scripts_ask_of_a_pipelines_engine(tmp_path: Path) -> None:
+    """As gpt-neox does: its place, and one micro-batch in an evaluation, where a step has two. A step keeps its number."""
+    text = """
+import torch, deepspeed
+from deepspeed.pipe import PipelineModule
+torch.manual_seed(0)
+layers = [torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)]
+net = PipelineModule(layers, num_stages=1, loss_fn=lambda output, label: ((output - label) ** 2).mean())
+settings = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = deepspeed.initialize(model=net, config=settings)
+print(engine.num_stages, engine.stage_id, engine.micro_batches, engine.micro_batch_size, engine.mp_world_size,
+      engine.is_pipe_parallel, engine.is_data_parallel, engine.is_model_parallel, engine.mpu is engine.grid)
+grid = engine.grid
+print(grid.stage_to_global(engine.num_stages - 1), grid.pipe_parallel_size, grid.pp_group, grid.get_data_parallel_rank())
+engine.set_has_attention_mask(True)
+print(engine.has_attention_mask, engine.reset_activation_shape(), hasattr(engine, "no_such_name"))
+batches = [(torch.full((2, 4), float(n)), torch.ones(2, 4)) for n in range(2)]
+def evaluated(*given, **named):
+    loss, logits = engine.eval_batch(iter(given), return_logits=True, **named)
+    with torch.no_grad():
+        wanted = [layers[1](layers[0](inputs)) for inputs, _ in given]
+        mean = sum(net.loss_fn(one, label) for one, (_, label) in zip(wanted, given)) / len(given)
+    return torch.allclose(loss, mean) and torch.allclose(logits, wanted[-1])
+both, before = evaluated(*batches), engine.micro_batches
+engine.micro_batches = 1
+print(both, evaluated(batches[1]), evaluated(*batches, num_micro_batches=2), engine.gradient_accumulation_steps())
+for action in (lambda: engine.train_batch(iter(batches)), lambda: setattr(engine, "micro_batches", 0)):
+    try:
+        action()
+    except Exception as error:
+        print(type(error).__name__, error)
+engine.micro_batches = before
+engine.train_batch(iter(batches))
+print(engine.global_steps, evaluated(*batches))
+engine.set_train_batch_size(6)
+print(engine.micro_batches)
+"""
+    *found, trained, none, steps, more = printed(BEGIN + text, tmp_path, ZERORUN_DEVICE="cpu")
+    assert found == ["1 0 2 2 1 False False False True", "0 1 [0] 0", "True None False", "True True True 2"]
+    assert trained.startswith("PipelineError engine.micro_batches = 1, and a step has 2 micro-batches: ")
+    assert none.startswith("PipelineError engine.micro_batches = 0") and (steps, more) == ("1 True", "3")

@@ -339,9 +339,13 @@ def test_recomputed_layers_give_the_same_gradients_and_keep_less(interval: int) 
     module = PipelineModule(layers(), 1, activation_checkpoint_interval=interval)
     module(batch()[0]).sum().backward()
     assert calls == 4
+    assert module.activation_checkpoint_interval == interval
     module.set_checkpoint_interval(0)
     module(batch()[0]).sum().backward()
-    assert calls == 6
+    assert calls == 6 and module.activation_checkpoint_interval == 0
+    module.activation_checkpoint_interval = interval
+    module(batch()[0]).sum().backward()
+    assert calls == 10
 
 
 def test_the_users_own_function_recomputes_only_what_may_be() -> None:
@@ -352,7 +356,9 @@ def test_the_users_own_function_recomputes_only_what_may_be() -> None:
         return function(value)
 
     options = {"activation_checkpoint_interval": 1, "activation_checkpoint_func": recompute}
-    PipelineModule(model_layers(), 1, **options)(batch()[0])
+    module = PipelineModule(model_layers(), 1, **options)
+    module(batch()[0])
+    assert module.activation_checkpoint_func is recompute
     assert len(ran) == 5  # not the two without parameters
     ran.clear()
     PipelineModule(model_layers(), 1, checkpointable_layers=["Mix"], **options)(batch()[0])

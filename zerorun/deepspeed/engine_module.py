@@ -79,13 +79,3 @@ def _methods_of_the_model() -> Iterator[str]:
 
 for _name in _methods_of_the_model():
     setattr(ModuleEngine, _name, _handed_on(_name))
-
-
-_kinds: dict[type[Engine], type[Engine]] = {Engine: ModuleEngine}
-
-
-def as_module(kind: type[Engine]) -> type[Engine]:
-    """Return the class of engines that are what ``kind`` is, and modules."""
-    if kind not in _kinds:
-        _kinds[kind] = type(kind.__name__, (kind, ModuleEngine), {})
-    return _kinds[kind]

@@ -73,6 +73,11 @@ def communication_data_type(engine: Engine) -> torch.dtype:
     return engine.comm.wire_dtype
 
 
+def mp_world_size(engine: Engine) -> int:
+    """The number of ranks that divide each layer."""
+    return engine.topology.tensor
+
+
 def _params(section: Optimizer | Scheduler | None) -> dict[str, Any] | None:
     return None if section is None else dict(section.params)
 
@@ -328,4 +333,5 @@ def name_engines() -> None:
     others = {"get_model_parallel_rank": get_tensor_parallel_rank, "__getattr__": look_up}
     for name, method in (named | answers | others).items():
         setattr(Engine, name, method)
-    setattr(Engine, communication_data_type.__name__, property(communication_data_type))
+    for question in (communication_data_type, mp_world_size):
+        setattr(Engine, question.__name__, property(question))

@@ -24,7 +24,7 @@ from ..errors import ConfigError, ConfigProblem, StepError, TopologyError
 from ..log import is_rank_zero, script_logger, warn_once
 from ..startup.inputs import config_of
 from ..watch.launched import launched, world_size_in
-from .engine_module import as_module
+from .engine_module import ModuleEngine
 from .param_grad import show_gradients
 from .parameters import show_placeholders
 from .surface import VERSION
@@ -70,7 +70,7 @@ def initialize(
         lr_scheduler=lr_scheduler,
         training_data=training_data,
         collate_fn=collate_fn,
-        engine_class=as_module,
+        engine_class=_as_module,
     )
     engine = taking_over(model, make, untrained=True)
     if is_rank_zero():  # by these words clients see in a log that DeepSpeed has made an engine
@@ -83,6 +83,15 @@ def initialize(
     _engines.append(weakref.ref(engine))
     _tell_local_rank(args)
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _as_module(kind: type[Engine]) -> type[Engine]:
+    """Return the class of engines that are what ``kind``, an Engine or a PipelineEngine, is, and modules."""
+    if kind is Engine:
+        return ModuleEngine
+    from .pipeline_names import PipelineModuleEngine  # imports schedules and messages, which other engines do not need
+
+    return PipelineModuleEngine
 
 
 def _tell_local_rank(args: Any) -> None:

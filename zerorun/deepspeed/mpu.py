@@ -124,12 +124,13 @@ class Grid:
 class PipelineParallelGrid(Grid):
     """The Grid of a ProcessTopology over pipe, data and model, whose process groups it makes: all ranks must call it.
 
-    It has DeepSpeed's attributes besides. ``process_group`` has no effect, as in DeepSpeed. Raises TopologyError for axes,
-    an order of axes or a number of ranks that zerorun has not.
+    That of an engine's Topology has the engine's groups, and makes none. It has DeepSpeed's attributes besides.
+    ``process_group`` has no effect, as in DeepSpeed. Raises TopologyError for axes, an order of axes or a number of ranks
+    that zerorun has not.
     """
 
-    def __init__(self, topology: ProcessTopology, process_group: Any = None) -> None:
-        made = Topology.from_process_topology(topology, dist.get_rank(), device_type=default_device().type)
+    def __init__(self, topology: ProcessTopology | Topology, process_group: Any = None) -> None:
+        made = topology if isinstance(topology, Topology) else _opened(topology)
         super().__init__(made)
         self.global_rank, self.world_size = made.rank, made.world_size
         self.stage_id, self.data_parallel_id = made.pipe_rank, made.data_parallel_rank
@@ -138,6 +139,10 @@ class PipelineParallelGrid(Grid):
         self.dp_group, self.pp_group = list(made.ranks_along("data")), list(made.ranks_along("pipe"))
         self.dp_groups, self.pipe_groups = (list(map(list, made.groups(axis))) for axis in ("data", "pipe"))
         self.slice_group = list(made.ranks_along("tensor"))
+
+
+def _opened(topology: ProcessTopology) -> Topology:
+    return Topology.from_process_topology(topology, dist.get_rank(), device_type=default_device().type)
 
 
 def group_along(topology: Topology, axis: str) -> dist.ProcessGroup:

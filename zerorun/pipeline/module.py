@@ -65,7 +65,7 @@ class PipelineModule(Pipelined):
     ) -> None:
         super().__init__()
         self._topology = topology
-        self._recompute = activation_checkpoint_func or checkpointing.checkpoint
+        self.activation_checkpoint_func = activation_checkpoint_func or checkpointing.checkpoint
         self._recomputable = None if checkpointable_layers is None else frozenset(checkpointable_layers)
         self.set_checkpoint_interval(activation_checkpoint_interval)
         found, own = find_stage(num_stages, topology, stage)
@@ -115,6 +115,15 @@ class PipelineModule(Pipelined):
         """Return the topology that was given, or None."""
         return self._topology
 
+    @property
+    def activation_checkpoint_interval(self) -> int:
+        """How many layers are recomputed together; 0: none is recomputed. Setting it is ``set_checkpoint_interval``."""
+        return self._interval
+
+    @activation_checkpoint_interval.setter
+    def activation_checkpoint_interval(self, interval: int) -> None:
+        self.set_checkpoint_interval(interval)
+
     def set_checkpoint_interval(self, interval: int) -> None:
         """Recompute the layers in backward, in runs of ``interval``; 0: recompute nothing."""
         if interval < 0:
@@ -132,7 +141,7 @@ class PipelineModule(Pipelined):
         for start in range(layers.start, layers.stop, step):
             run = range(start, min(start + step, layers.stop))
             if self._interval and self._worth_recomputing(run):
-                value = self._recompute(lambda given, run=run: self._run(run, given), value)
+                value = self.activation_checkpoint_func(lambda given, run=run: self._run(run, given), value)
             else:
                 value = self._run(run, value)
         return value
