@@ -4893,6 +4893,14 @@ MUTANTS = (
         ("tests/ranks/test_tensor_ranks.py::test_the_batch_of_a_step_counts_tensor_ranks_as_deepspeed_does",),
     ),
     Mutant(
+        "the-first-end-of-a-block-is-its-last",
+        "order",
+        "zerorun/zero/gathered_parameters.py",
+        "        self._entered -= 1",
+        "        self._entered = 0",
+        ("tests/ranks/test_access.py::test_a_block_that_is_entered_again_ends_with_its_last_end",),
+    ),
+    Mutant(
         "garbage-of-one-rank-keeps-a-model",
         "rank",
         "zerorun/engine/taking_over.py",

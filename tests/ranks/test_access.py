@@ -644,6 +644,26 @@ def test_edits_count_where_no_new_values_come(stage: int, how: str) -> None:
     assert run_ranks(2, edited_where_nothing_comes, stage, how) == [[0.25, 0.25]] * 2
 
 
+def edited_behind_an_inner_end(stage: int) -> float:
+    engine = zerorun.initialize(Gpt(), make_config(stage), topology=shared_topology())
+    weight = dict(engine.module.named_parameters())["head.weight"]
+    block = GatheredParameters([weight], 0)
+    with block:
+        with block:
+            pass
+        if dist.get_rank() == 0:
+            weight.data.fill_(0.25)
+    found = engine.state_dict()["head.weight"]
+    assert not engine.sharded_model.blocks
+    engine.destroy()
+    return float((found == 0.25).float().mean())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_block_that_is_entered_again_ends_with_its_last_end(stage: int) -> None:
+    assert run_ranks(2, edited_behind_an_inner_end, stage) == [1.0, 1.0]
+
+
 @pytest.mark.parametrize("stage", [0, 3])
 def test_an_edit_before_a_load_in_a_block_for_reading_is_an_error(stage: int, tmp_path: Path) -> None:
     """Though at stage 0 no copy of the value is there to compare with after the load."""

@@ -60,7 +60,8 @@ class GatheredParameters:
     After any of these errors, and after one that was raised in the block, the values are those of before: for that, blocks
     with ``modifier_rank`` copy each value once. Without it, what was changed in place of a parameter that this rank keeps
     whole stays so, and until it gets a value the next step or save raises ReleasedParameterError. An error in the block is
-    to be raised on all ranks, or to end the program: ranks that go on wait at the end of the block for the others.
+    to be raised on all ranks, or to end the program: ranks that go on wait at the end of the block for the others. A
+    block inside another one that has the same parameters undoes nothing: the end of the outer one decides.
 
     A step, a load or destroy() inside the block counts: the block shows the new values from then on. What a block had
     changed before that is not kept, and its end raises ReleasedParameterError, with ``modifier_rank`` on all ranks alike.
@@ -87,8 +88,12 @@ class GatheredParameters:
         self._dropped: list[str] = []  # what was changed before destroy() in the block, by name
         self._unsettled: list[tuple[Held, tuple[float, float]]] = []  # made inside Init, and in no engine yet
         self._being_made: list[torch.Tensor] = []  # made in an Init block that is still open: whole by turns
+        self._entered = 0  # how often: the last end of all is the block's
 
     def __enter__(self) -> None:
+        if self._entered:
+            self._entered += 1
+            return
         self._refuse_nested()
         if Init.outermost is not None:
             self._being_made = Init.outermost.hold(self._params)
@@ -103,10 +108,11 @@ class GatheredParameters:
             exchanges = model.runtime.plan.shares_params or bool(model.parts.shards) or self._modifier_rank is not None
             if exchanges:
                 compare_request(model, "GatheredParameters", [repr(home.name) for _, home in members])
-        self._held += self._show(found)  # a block may be entered again while it is open, and then holds nothing more
+        self._held += self._show(found)
         for model in {id(model): model for model, _ in found}.values():
             model.blocks.append(self)
         _open.add(self)
+        self._entered = 1
 
     def _refuse_nested(self) -> None:
         """Raise ModelError for parameters of another block that would not keep what this one changes."""
@@ -208,6 +214,9 @@ class GatheredParameters:
         self._undone = [undone for undone in self._undone if undone[0].model is not model]
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._entered -= 1
+        if self._entered:
+            return
         edited, reshaped = self._release_unsettled(keep=kind is None), self._reshaped() if kind is None else []
         lost = self._lost_anywhere() if kind is None else []
         for model in {id(shown.model): shown.model for shown in self._held}.values():
@@ -239,7 +248,7 @@ class GatheredParameters:
                 f"parameters {listed(lost)} were changed inside GatheredParameters(..., modifier_rank="
                 f"{self._modifier_rank}), and a step, a load or destroy() came after that in the same block, whose values "
                 "stay. No change of the block is kept. Remedy: leave the block before step(), train_batch(), "
-                "load_checkpoint() or destroy()."
+                "load_checkpoint() or destroy(), and before an initialize() that takes the module over."
             )
         if edited or lost:
             self._refuse([*lost, *edited])
