@@ -17,7 +17,9 @@ from torch import nn
 from training import PLACES, make_config, merged, placed
 
 import zerorun
+from zerorun.deepspeed.parameters import GatherReplacedLayerParams, show_placeholders
 from zerorun.zero import GatheredParameters
+from zerorun.zero.placeholders import UnsavedPlaceholder
 
 LR = 0.05
 MASTERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -285,6 +287,44 @@ def test_state_dicts_of_divided_layers_have_no_parts() -> None:
     for divided, whole, in_a_block in run_ranks(2, parts_of_divided_layers):
         assert divided[0] == "ReleasedParameterError" and "parts of the model" in divided[1]
         assert not whole[0] and not in_a_block[0]
+
+
+def state_dict_of_the_mode(stage: int, folder: Path) -> dict[str, Any]:
+    """What the DeepSpeed mode shows of divided layers, what saving it says, and what its block over them has and keeps."""
+    engine = engine_of(stage, 2, 1)
+    show_placeholders(engine)
+    model, before = engine.module, engine.state_dict()
+    state = model.state_dict()
+    divided = [name for name, value in state.items() if isinstance(value, UnsavedPlaceholder)]
+    found: dict[str, Any] = {
+        "shapes": [(name, value.shape) for name, value in state.items()] == [(n, v.shape) for n, v in before.items()],
+        "divided": divided,
+        "saved": [attempt(lambda: torch.save(state, folder / "x")), attempt(lambda: model.save_pretrained(folder))],
+    }
+    found["others"] = all(torch.equal(state[name], before[name]) for name in before if name not in divided)
+    weight = model.model.layers[0].mlp.down_proj.weight
+    name = "model.layers.0.mlp.down_proj.weight"
+    with GatherReplacedLayerParams([weight], model):
+        found["whole"] = torch.equal(weight, before[name]) and torch.equal(model.state_dict()[name], before[name])
+        with torch.no_grad():
+            weight.mul_(2.0)
+    found["kept"] = torch.equal(engine.state_dict()[name], before[name] * (1 if stage == 3 else 2))
+    with GatherReplacedLayerParams([weight], model, enabled=False):
+        found["off"] = isinstance(model.state_dict()[name], UnsavedPlaceholder)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(1, 2), (3, 4)])
+def test_the_mode_shows_placeholders_of_divided_layers(stage: int, ranks: int, tmp_path: Path) -> None:
+    """OpenRLHF asks a model for its names when it saves it; DeepSpeed has parts there."""
+    for found in run_ranks(ranks, state_dict_of_the_mode, stage, tmp_path):
+        assert found["shapes"] and found["others"] and found["whole"] and found["kept"] and found["off"]
+        assert "model.layers.0.mlp.down_proj.weight" in found["divided"]
+        assert ("model.layers.1.input_layernorm.weight" in found["divided"]) == (stage == 3)
+        for told in found["saved"]:
+            assert told[0] == "ReleasedParameterError" and "engine.state_dict()" in told[1]
+    assert not list(tmp_path.glob("*.safetensors"))
 
 
 def load_whole_into_divided_layers(stage: int) -> tuple[tuple[str, str], list[str], list[str]]:

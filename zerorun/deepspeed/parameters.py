@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..distributed.tensor_shard import TensorShard
 from ..engine.engine import Engine
 from ..errors import CheckpointError, ConfigError, ConfigProblem
 from ..log import warn_once
@@ -163,30 +164,44 @@ class GatheredBlock(GatheredParameters):
         )
 
 
+class GatherReplacedLayerParams(GatheredBlock):
+    """``deepspeed.module_inject.layers.GatherReplacedLayerParams``: parameters that tensor ranks divide, whole in a block.
+
+    ``module`` has no effect: each parameter knows its engine.
+    """
+
+    def __init__(
+        self, params: torch.Tensor | Iterable[torch.Tensor | None], module: nn.Module, enabled: bool = True
+    ) -> None:
+        super().__init__(params, enabled=enabled)
+
+
 # -- state dicts -------------------------------------------------------------------------------------------------
 
 
 def show_placeholders(engine: Engine) -> None:
-    """Let ``module.state_dict()`` at stage 3 return placeholders of the right shapes, as DeepSpeed does, and not raise.
+    """Let ``module.state_dict()`` return placeholders of the whole shapes, where ranks have parts, and not raise.
 
-    Its parameters have their attributes from now on.
+    So does DeepSpeed at stage 3; of what tensor ranks divide it returns the parts. Parameters at stage 3 have their
+    attributes from now on.
     """
     runtime = engine.runtime
     if engine.config.zero_optimization.stage == 3:
         _at_stage_3.add(engine.sharded_model)
-    if not runtime.plan.shares_params:
+    shards = engine.sharded_model.parts.shards
+    if not runtime.plan.shares_params and not shards:
         return
 
     runtime.guard.show_placeholders()
-    hook = MarkPlaceholders(runtime)
+    hook = MarkPlaceholders(runtime, shards)
     runtime.keep(layer.register_state_dict_post_hook(hook) for layer in engine.module.modules())
 
 
 class MarkPlaceholders(ModuleHook):
     """Called for the state dict of a module, and of each inside it: no placeholder is saved with it."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, runtime: Runtime, shards: Mapping[int, TensorShard]) -> None:
+        self._runtime, self._shards = runtime, shards
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         if self._runtime.guard.state_dict_allowed:  # the engine's own, which puts the full values in
@@ -195,8 +210,10 @@ class MarkPlaceholders(ModuleHook):
             shown = state.get(prefix + name)
             if shown is None or isinstance(shown, UnsavedPlaceholder):
                 continue
-            if any(_is_away(tensor) for _, tensor in inside(param)):
-                state[prefix + name] = placeholder(param).as_subclass(UnsavedPlaceholder)
+            shard = None if id(param) in self._runtime.guard.held else self._shards.get(id(param))
+            if shard is not None or any(_is_away(tensor) for _, tensor in inside(param)):
+                whole = param if shard is None else torch.empty(shard.shape, dtype=param.dtype, device="meta")
+                state[prefix + name] = placeholder(whole, param.device).as_subclass(UnsavedPlaceholder)
 
 
 def tensors_by_name(engine: Engine) -> dict[str, torch.Tensor]:

@@ -132,6 +132,8 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.launcher.runner": _names(
         deepspeed__helpers="DEEPSPEED_ENVIRONMENT_NAME", launcher__cli="main=main_as_deepspeed"
     ),
+    "deepspeed.module_inject": {},
+    "deepspeed.module_inject.layers": _names(deepspeed__parameters="GatherReplacedLayerParams"),
     "deepspeed.moe": {},
     "deepspeed.moe.utils": _names(
         deepspeed__parameters="is_moe_param split_params_into_different_moe_groups_for_optimizer"
@@ -216,7 +218,8 @@ MISSING: dict[str, str] = {
     "deepspeed.linear": "there is no OptimizedLinear. Remedy: peft's LoRA with a quantised base, which zerorun shards.",
     "deepspeed.moe": "experts are those of the model, as transformers has them. Remedy: use the model's own layers, and "
     '"expert_parallel": {"enabled": true, "autoep_size": 4} in the file, which spreads them over ranks.',
-    "deepspeed.module_inject": 'layers are divided by "tensor_parallel" in the configuration, and not replaced.',
+    "deepspeed.module_inject": 'layers are not replaced. Remedy: "tensor_parallel": {"autotp_size": N} in the file, which '
+    "divides them; zero.GatheredParameters(params), which has them whole in a block.",
     "deepspeed.nebula": "that service is not supported. Remedy: save_checkpoint() writes in the background by itself.",
     "deepspeed.ops.op_builder": "nothing is built op by op. Remedy: drop it; zerorun.ops has what it needs.",
     "deepspeed.ops.sparse_attention": "zerorun has no attention kernels. Remedy: torch's flex_attention.",

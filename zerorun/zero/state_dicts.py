@@ -82,8 +82,9 @@ class StateDictGuard(ModuleHook):
         runtime.made.states.bring_back(WEIGHTS)
         if runtime.guard.state_dict_allowed:
             return
-        what = _PARTS if self._lacks(module) else self._missing(module)
-        if what == _PARTS or (what and not runtime.guard.placeholders_shown):
+        lacks = self._lacks(module)
+        what = _PARTS if lacks else self._missing(module)
+        if lacks or (what and not runtime.guard.placeholders_shown):
             raise ReleasedParameterError(
                 f"state_dict() of {self._name(module)} {'here' if what == _PARTS else 'at stage 3'} would hold {what}: no "
                 "rank has the full weights. Remedy: call engine.state_dict(), which has all weights by their names, or "
