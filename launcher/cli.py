@@ -51,11 +51,6 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
         return 130
 
 
-def main_as_deepspeed(argv: Sequence[str] | None = None) -> int:
-    """What the ``deepspeed`` command of an installed DeepSpeed runs in the mode."""
-    return main(argv, local_rank_arg=True)
-
-
 def _launch(args: argparse.Namespace) -> int:
     if args.asks_jobs:
         return _ask_jobs(args)

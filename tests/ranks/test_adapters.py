@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import zerorun
 from zerorun.checkpoint import cli
 from zerorun.checkpoint.adapters import Adapters
+from zerorun.deepspeed.parameters import give_values, show_placeholders
 from zerorun.errors import CheckpointError
 from zerorun.optim.loss_scaler import DTYPES
 from zerorun.zero.access import safe_get_full_fp32_param
@@ -302,6 +303,30 @@ def test_an_export_is_what_peft_makes_of_it(kind: str, stage: int, world: int, p
     wide.load_state_dict(masters)
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "wide", dtype="auto")
     assert_same(found.state_dict(), wide.merge_and_unload().state_dict())
+
+
+def save_as_openrlhf(stage: int, folder: Path) -> None:
+    """Rank 0 alone lets peft write what the module has, while it has all weights."""
+    engine = zerorun.initialize(adapted("patterns"), make_config(stage, precision="bf16"), topology=shared_topology())
+    show_placeholders(engine)
+    train(engine, 2)
+    engine.export(folder / "expected")
+    whole = give_values(engine)
+    if whole is not None:
+        engine.module.save_pretrained(folder / "found")
+        own = peft.get_peft_model_state_dict(engine.module, whole)
+        torch.save(own, folder / "own.bin")
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", by_day((2, 3), 3))
+def test_peft_saves_on_rank_zero_while_it_has_all_weights(stage: int, tmp_path: Path) -> None:
+    """So does OpenRLHF in the DeepSpeed mode, before it writes the weights that it has over peft's file."""
+    run_ranks(2, save_as_openrlhf, stage, tmp_path)
+    expected = tensors(tmp_path / "expected")
+    assert expected
+    assert_same(tensors(tmp_path / "found"), expected)
+    assert_same(torch.load(tmp_path / "own.bin"), expected)
 
 
 HOSTILE = [

@@ -17,7 +17,7 @@ from torch import nn
 from training import PLACES, make_config, merged, placed
 
 import zerorun
-from zerorun.deepspeed.parameters import GatherReplacedLayerParams, show_placeholders
+from zerorun.deepspeed.parameters import GatherReplacedLayerParams, give_values, show_placeholders
 from zerorun.zero import GatheredParameters
 from zerorun.zero.placeholders import UnsavedPlaceholder
 
@@ -325,6 +325,41 @@ def test_the_mode_shows_placeholders_of_divided_layers(stage: int, ranks: int, t
         for told in found["saved"]:
             assert told[0] == "ReleasedParameterError" and "engine.state_dict()" in told[1]
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def state_dicts_beside_given_values() -> list[list[bool]]:
+    """Whether the module's state dict has values, and the right ones: while the script has all of them, and after that."""
+    engine = engine_in("stage 3", "bf16", Path())
+    show_placeholders(engine)
+    name = "blocks.1.weight"
+
+    def has_values(wanted: dict[str, torch.Tensor] | None) -> list[bool]:
+        value = engine.module.state_dict()[name]
+        values = not isinstance(value, UnsavedPlaceholder)
+        return [values, values and wanted is not None and torch.equal(value, wanted[name])]
+
+    whole = give_values(engine)
+    found = [has_values(whole)]
+    steps(engine, 1)
+    found.append(has_values(whole))
+    whole = give_values(engine)
+    found.append(has_values(whole))
+    zerorun.zero.safe_set_full_fp32_param(engine.module.blocks[0].weight, torch.ones(8, 8))
+    found.append(has_values(whole))
+    whole = give_values(engine, exclude_frozen_parameters=True)
+    found.append(has_values(whole))
+    del whole
+    found.append(has_values(None))
+    engine.destroy()
+    return found
+
+
+def test_a_state_dict_has_values_that_the_script_has_just_got() -> None:
+    """OpenRLHF gets all weights on rank 0, and lets peft, which asks the module, write a file before its own."""
+    stale = [False, False]
+    for rank, found in enumerate(run_ranks(2, state_dicts_beside_given_values)):
+        fresh = [rank == 0] * 2
+        assert found == [fresh, stale, fresh, stale, fresh, stale]
 
 
 def load_whole_into_divided_layers(stage: int) -> tuple[tuple[str, str], list[str], list[str]]:

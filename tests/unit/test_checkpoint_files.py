@@ -12,11 +12,13 @@ import shutil
 import sys
 import time
 import zlib
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,8 @@ values: st.SearchStrategy[Any] = st.recursive(
         st.frozensets(hashables, max_size=3),
         st.dictionaries(hashables, st.integers(), max_size=3).map(Counter),
         st.lists(st.integers(0, 9), max_size=3).map(torch.Size),
+        st.dictionaries(names, inner, max_size=3).map(lambda members: Namespace(**members)),
+        st.dictionaries(names, inner, max_size=3).map(lambda members: SimpleNamespace(**members)),
     ),
     max_leaves=12,
 )
@@ -113,6 +117,8 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, dict):
         return len(one) == len(other) and all(map(same, one.items(), other.items()))
+    if isinstance(one, (Namespace, SimpleNamespace)):
+        return same(vars(one), vars(other))
     if isinstance(one, (set, frozenset)):
         left = list(other)
         for item in one:
@@ -240,6 +246,13 @@ def test_near_relatives(value: Any, expected: Any) -> None:
     found = through_json(value)
     assert found == expected
     assert same(found, expected) or isinstance(value, Color)
+
+
+def test_arguments_of_a_script_come_back() -> None:
+    """Megatron keeps them in its checkpoints."""
+    args = Namespace(lr=0.1, dtype=torch.bfloat16, inner=SimpleNamespace(path=Path("a")), **{"$": 1, "with space": None})
+    found = through_json({"args": args})["args"]
+    assert found == Namespace(**{**vars(args), "inner": SimpleNamespace(path="a")}) and type(found) is Namespace
 
 
 def test_a_deque_keeps_its_length() -> None:

@@ -43,7 +43,8 @@ NO_TORCH += ("plan.policy", "plan.placement")
 NO_TORCH += tuple(f"planner.{name}" for name in ["answer", "calibration", "candidate", "cli", "footprint", "hardware"])
 NO_TORCH += tuple(f"planner.{name}" for name in ["kernels", "links", "model_configs", "model_shape", "picture"])
 NO_TORCH += tuple(f"planner.{name}" for name in ["published", "search", "states_at_rest", "step_time", "block_time"])
-NO_TORCH += ("deepspeed.activation", "deepspeed.arguments", "deepspeed.surface", "pipeline.partition", "pipeline.cli")
+NO_TORCH += ("deepspeed.activation", "deepspeed.arguments", "deepspeed.launcher_names", "deepspeed.surface")
+NO_TORCH += ("pipeline.partition", "pipeline.cli")
 # Names of files that mean the same wherever they are.
 USUAL = {"__init__", "__main__", "cli"}
 

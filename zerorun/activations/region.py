@@ -15,6 +15,7 @@ from ..errors import ModelError
 from ..optim.containers import TreeMap
 from .buffers import BufferStates
 from .host_pool import Group, HostPool, Stored
+from .random_streams import streams
 from .selective import Keep, OperationWatch, Recall
 from .versions import Version
 
@@ -90,6 +91,7 @@ def run(
 
     kept, buffers = map_tensors((args, kwargs), keep), BufferStates(function if module is None else module)
     given = [(args, kwargs)]  # taken by the first run
+    random_states = streams.get_states()  # torch repeats the numbers of the default generators only
 
     def call(*anchors: torch.Tensor) -> Any:
         if given:
@@ -98,7 +100,7 @@ def run(
         if group is not None:
             group.open()
         now, named = TreeMap(_Input, _Input.get, fresh=True).mapped(kept)
-        with buffers.as_before():
+        with buffers.as_before(), streams.again_from(random_states):
             return function(*now, **named)
 
     contexts = _Contexts(selection, group)

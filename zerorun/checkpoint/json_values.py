@@ -11,9 +11,11 @@ from __future__ import annotations
 import base64
 import math
 import sys
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable
 from pathlib import PurePath
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ _KIND = "$"
 _INT_BITS = 14_000  # Python refuses to turn longer integers into decimal digits
 _CLASSES = (torch.Size, tuple, set, frozenset, deque, Counter)
 _SEQUENCES: dict[str, Any] = {kind.__name__: kind for kind in _CLASSES}
+_NAMESPACES: dict[str, Any] = {kind.__name__: kind for kind in (Namespace, SimpleNamespace)}  # a script's arguments
 
 
 def encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
@@ -96,6 +99,8 @@ def _encode_rare(value: Any, tensors: dict[str, torch.Tensor], where: str) -> An
         return {_KIND: "complex", "items": [_encode(value.real, {}, where), _encode(value.imag, {}, where)]}
     if isinstance(value, PurePath):
         return str(value)
+    if type(value) in _NAMESPACES.values():
+        return {_KIND: type(value).__name__, "items": _encode_dict(vars(value), tensors, where)}
     numpy = sys.modules.get("numpy")
     if (
         numpy is not None
@@ -151,6 +156,8 @@ def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return dtype_by_name(value["name"])
     if kind == "device":
         return torch.device(value["name"])
+    if kind in _NAMESPACES:
+        return _NAMESPACES[kind](**_decode(value["items"], tensors))
     items = [_decode(item, tensors) for item in value.get("items", [])]
     if kind == "complex":
         return complex(*items)

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
+from ..activations.random_streams import streams
 from ..distributed.device import gpu_generator, on_gpu
 from ..errors import DamagedError
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Return the state of the generators of torch (CPU and ``device``), Python, and NumPy if the program uses it."""
+    """Return the state of the generators of torch (CPU and ``device``), its streams, Python, and NumPy if it is used."""
     version, words, gauss = random.getstate()
     found: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -21,6 +22,8 @@ def capture(device: torch.device) -> dict[str, Any]:
     }
     if on_gpu(device):
         found["cuda"] = gpu_generator(device).get_state()
+    if states := streams.get_states():
+        found["streams"] = states
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, position, has_gauss, cached = numpy.random.get_state()
@@ -45,6 +48,8 @@ def _restore(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     if on_gpu(device) and "cuda" in state:
         gpu_generator(device).set_state(state["cuda"])
+    if "streams" in state:
+        streams.set_states(state["streams"])
     if "numpy" in state:
         import numpy
 

@@ -18,7 +18,7 @@ from ..errors import CheckpointError, ConfigError, ConfigProblem
 from ..log import listed, logger
 from ..optim.loss_scaler import DTYPES
 from .mpu import group_along
-from .parameters import loading, tensors_by_name
+from .parameters import give_values, loading, tensors_by_name
 from .surface import MISSING, missing_reason
 
 # -- questions -----------------------------------------------------------------------------------------------------
@@ -330,7 +330,12 @@ def name_engines() -> None:
     """Give engines these methods. The mode does it at ``import deepspeed``."""
     named = {method.__name__: method for method in _METHODS}
     answers = {name: _answering(name, read) for name, read in _answers().items()}
-    others = {"get_model_parallel_rank": get_tensor_parallel_rank, "__getattr__": look_up}
+    others: dict[str, Callable[..., Any]] = {
+        "get_model_parallel_rank": get_tensor_parallel_rank,
+        "_zero3_consolidated_16bit_state_dict": give_values,
+        "_consolidated_16bit_state_dict": give_values,
+        "__getattr__": look_up,
+    }
     for name, method in (named | answers | others).items():
         setattr(Engine, name, method)
     for question in (communication_data_type, mp_world_size):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,11 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..distributed.device import default_device, on_host
 from ..log import is_rank_zero, own_rank, script_logger, warn_once
-from ..watch.launched import local_rank
+from ..watch.launched import launched, local_rank
 from .accelerator import get_accelerator
 
 DeepSpeedOptimizer = torch.optim.Optimizer  # engine.optimizer is one of torch's; it shards, and wraps nothing
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 CROSS_RANK, CROSS_SIZE = "CROSS_RANK", "CROSS_SIZE"
 _GIB = 1 << 30
@@ -33,6 +33,15 @@ class OffloadDeviceEnum(str, enum.Enum):
     none = "none"
     cpu = "cpu"
     nvme = "nvme"
+
+
+def mpi_discovery(distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT, verbose: bool = True) -> None:
+    """Put into the environment, in torchrun's variables, what mpirun or srun has said about this rank's place.
+
+    MASTER_ADDR has to be there already, unless srun tells it. ``verbose`` has no effect.
+    """
+    for name, value in {"MASTER_PORT": str(distributed_port), **launched(os.environ)}.items():
+        os.environ.setdefault(name, value)
 
 
 # -- logging -----------------------------------------------------------------------------------------------------

@@ -64,6 +64,18 @@ class NoHooks:
         """Do nothing: no hook was removed."""
 
 
+class _Bf16Optimizers(type):
+    """The kind of BF16_Optimizer, of which no object is made."""
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        engine = engine_of(instance) if isinstance(instance, torch.optim.Optimizer) else None
+        return engine is not None and engine.config.bf16.enabled
+
+
+class BF16_Optimizer(metaclass=_Bf16Optimizers):  # noqa: N801  # DeepSpeed's name
+    """The optimizers of engines that compute in bf16 are its instances: programs ask so, and then about no overflow."""
+
+
 class _OfEngine:
     """An attribute of the optimizers that engines have. Others have none, and may have one of their own by that name."""
 
@@ -87,6 +99,7 @@ def name_optimizers() -> None:
         "loss_scale": lambda engine: engine.loss_scale,
         "loss_scale_config": LossScale,
         "loss_scaler": LossScale,
+        "overflow": lambda engine: engine.progress.skips_in_a_row > 0,
         "needs_scaler": lambda engine: lambda: engine.config.scales_loss,
         "parameter_offload": lambda engine: NoHooks(),
     }.items():

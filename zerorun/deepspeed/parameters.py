@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -179,6 +180,39 @@ class GatherReplacedLayerParams(GatheredBlock):
 # -- state dicts -------------------------------------------------------------------------------------------------
 
 
+class GivenValues:
+    """The full values that the script has got last from an engine, while it keeps them and shards have not changed."""
+
+    def __init__(self, model: ShardedModel) -> None:
+        self._comm, self._homes = model.comm, model.homes
+        self._found: weakref.ref[Mapping[str, torch.Tensor]] = weakref.ref(OrderedDict())
+        self._fences = -1
+
+    def remember(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return ``values`` by name, as the script is to have them."""
+        kept = OrderedDict(values)  # an ordinary dict cannot be known weakly
+        self._found, self._fences = weakref.ref(kept), self._comm.fences
+        return kept
+
+    def of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """The full value of ``param``, on the CPU; None if the script has none."""
+        found, home = self._found(), self._homes.get(id(param))
+        return None if found is None or home is None or self._fences != self._comm.fences else found.get(home.name)
+
+
+_given = weakref.WeakKeyDictionary[ShardedModel, GivenValues]()
+
+
+def give_values(engine: Engine, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
+    """Return ``engine.consolidated_state_dict()``. While rank 0 keeps it, ``module.state_dict()`` has its values there.
+
+    OpenRLHF calls peft's save_pretrained() then, which asks the module, and writes what it got from here over its file.
+    """
+    found = engine.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+    model = engine.sharded_model
+    return found if found is None else _given.setdefault(model, GivenValues(model)).remember(found)
+
+
 def show_placeholders(engine: Engine) -> None:
     """Let ``module.state_dict()`` return placeholders of the whole shapes, where ranks have parts, and not raise.
 
@@ -193,15 +227,16 @@ def show_placeholders(engine: Engine) -> None:
         return
 
     runtime.guard.show_placeholders()
-    hook = MarkPlaceholders(runtime, shards)
+    given = _given.setdefault(engine.sharded_model, GivenValues(engine.sharded_model))
+    hook = MarkPlaceholders(runtime, shards, given)
     runtime.keep(layer.register_state_dict_post_hook(hook) for layer in engine.module.modules())
 
 
 class MarkPlaceholders(ModuleHook):
     """Called for the state dict of a module, and of each inside it: no placeholder is saved with it."""
 
-    def __init__(self, runtime: Runtime, shards: Mapping[int, TensorShard]) -> None:
-        self._runtime, self._shards = runtime, shards
+    def __init__(self, runtime: Runtime, shards: Mapping[int, TensorShard], given: GivenValues) -> None:
+        self._runtime, self._shards, self._given = runtime, shards, given
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         if self._runtime.guard.state_dict_allowed:  # the engine's own, which puts the full values in
@@ -213,7 +248,9 @@ class MarkPlaceholders(ModuleHook):
             shard = None if id(param) in self._runtime.guard.held else self._shards.get(id(param))
             if shard is not None or any(_is_away(tensor) for _, tensor in inside(param)):
                 whole = param if shard is None else torch.empty(shard.shape, dtype=param.dtype, device="meta")
-                state[prefix + name] = placeholder(whole, param.device).as_subclass(UnsavedPlaceholder)
+                marked = placeholder(whole, param.device).as_subclass(UnsavedPlaceholder)
+                value = self._given.of(param)
+                state[prefix + name] = marked if value is None else value
 
 
 def tensors_by_name(engine: Engine) -> dict[str, torch.Tensor]:

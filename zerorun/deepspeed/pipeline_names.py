@@ -81,25 +81,13 @@ class PipelineModuleEngine(PipelineEngine, ModuleEngine):  # type: ignore[misc] 
             )
         return super().train_batch(data_iter)
 
-    def eval_batch(
-        self,
-        data_iter: Iterator[Any],
-        return_logits: bool = False,
-        compute_loss: bool = True,
-        reduce_output: str | None = "avg",
-        bcast_loss: bool = True,
-        num_micro_batches: int | None = None,
-    ) -> Any:
-        """Evaluate ``micro_batches`` micro-batches, or ``num_micro_batches``.
+    @property
+    def _evaluated(self) -> int:
+        return self.micro_batches
 
-        ``return_logits``: return (loss, what the last stage returned for the last micro-batch); None on other stages.
-        """
-        count = num_micro_batches or self.micro_batches
-        found = super().eval_batch(data_iter, return_logits, compute_loss, reduce_output, bcast_loss, count)
-        if not return_logits:
-            return found
-        loss, outputs = found
-        return loss, outputs[-1] if outputs else None
+    def _as_returned(self, outputs: list[Any]) -> Any:
+        """What the last stage returned for the last micro-batch; None on other stages."""
+        return outputs[-1] if outputs else None
 
     # -- what stages send one another ----------------------------------------------------------------------------
 

@@ -32,7 +32,11 @@ _PIPE = _names(pipeline__module="PipelineModule", pipeline__layer_spec="LayerSpe
 _LOG = _names(
     log="logger=script_logger", deepspeed__helpers="log_dist log_dist_once set_log_level_from_string warning_once"
 )
-_CHECKPOINTING = _names(activations__checkpointing="checkpoint non_reentrant_checkpoint configure is_configured reset")
+_CHECKPOINTING = _names(
+    activations__checkpointing="checkpoint non_reentrant_checkpoint is_configured reset",
+    deepspeed__checkpointing_names="configure get_cuda_rng_tracker model_parallel_cuda_manual_seed _set_cuda_rng_state "
+    "_CUDA_RNG_STATE_TRACKER _MODEL_PARALLEL_RNG_TRACKER_NAME",
+)
 _ENGINE = _names(engine__engine="DeepSpeedEngine=Engine")
 _TOPOLOGY = _names(
     distributed__process_topology="ProcessTopology PipeDataParallelTopology PipeModelDataParallelTopology",
@@ -58,7 +62,7 @@ _COMM = _names(
     "reduce_scatter_fn=reduce_scatter_tensor inference_all_reduce=all_reduce "
     "get_all_ranks_from_group=get_process_group_ranks",
     deepspeed__entry="init_distributed",
-    deepspeed__helpers="get_local_rank get_world_group initialize_mesh_device log_summary",
+    deepspeed__helpers="get_local_rank get_world_group initialize_mesh_device log_summary mpi_discovery",
 )
 _ACCELERATOR = _names(deepspeed__accelerator="get_accelerator DeepSpeedAccelerator=Accelerator")
 _GROUPS = _names(
@@ -130,7 +134,8 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.git_version_info": _names(deepspeed__surface="version=VERSION"),
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": _names(
-        deepspeed__helpers="DEEPSPEED_ENVIRONMENT_NAME", launcher__cli="main=main_as_deepspeed"
+        deepspeed__launcher_names="DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE EXPORT_ENVS fetch_hostfile main "
+        "parse_inclusion_exclusion"
     ),
     "deepspeed.module_inject": {},
     "deepspeed.module_inject.layers": _names(deepspeed__parameters="GatherReplacedLayerParams"),
@@ -161,18 +166,21 @@ SURFACE: dict[str, dict[str, str]] = {
     "deepspeed.runtime.activation_checkpointing": {},
     "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "deepspeed.runtime.base_optimizer": _names(deepspeed__helpers="DeepSpeedOptimizer ZeROOptimizer=DeepSpeedOptimizer"),
+    "deepspeed.runtime.bf16_optimizer": _names(deepspeed__optimizer_names="BF16_Optimizer"),
     "deepspeed.runtime.config": _CONFIG,
+    "deepspeed.runtime.data_pipeline": {},
+    "deepspeed.runtime.data_pipeline.curriculum_scheduler": _names(deepspeed__refused="CurriculumScheduler"),
     "deepspeed.runtime.dataloader": _LOADER,
     "deepspeed.runtime.engine": _ENGINE,
     "deepspeed.runtime.lr_schedules": _SCHEDULES,
     "deepspeed.runtime.pipe": _PIPE,
-    "deepspeed.runtime.pipe.engine": _names(engine__pipeline_engine="PipelineEngine"),
+    "deepspeed.runtime.pipe.engine": {**_names(engine__pipeline_engine="PipelineEngine"), **_ENGINE},
     "deepspeed.runtime.pipe.module": _PIPE,
     "deepspeed.runtime.pipe.topology": _TOPOLOGY,
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": _SEQUENCES,
     "deepspeed.runtime.sequence_parallel.ulysses_sp": _names(
-        deepspeed__sequence_ranks="UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter"
+        deepspeed__sequence_ranks="UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter", deepspeed__tiled_mlp="TiledMLP"
     ),
     "deepspeed.runtime.utils": _HELPERS,
     "deepspeed.runtime.zero": {**_INIT, **_STATUS, **_EXTERNAL},
@@ -245,5 +253,8 @@ def target_of(module: str, name: str) -> Any:
 def missing_reason(name: str) -> str:
     """Say why ``name`` is not there, and what to do."""
     found = next((why for start, why in MISSING.items() if f"{name}.".startswith(f"{start}.")), None)
-    why = found or "Remedy: if a program needs it, say so where zerorun's issues are kept; DeepSpeed itself has it."
+    why = found or (
+        "It has the names that known programs use. Remedy: leave this one out, or run the program with DeepSpeed itself, "
+        "without ZERORUN_AS_DEEPSPEED; and tell where zerorun's issues are kept which program needs it."
+    )
     return f"{name} is not in zerorun, which stands for DeepSpeed in this process. {why}"

@@ -134,7 +134,7 @@ class PipelineEngine(Engine):
         """
         if reduce_output is not None and reduce_output.lower() != "avg":
             raise PipelineError(f"eval_batch(reduce_output={reduce_output!r}). Remedy: 'avg', or None for each loss.")
-        count = num_micro_batches or self.gradient_accumulation_steps()
+        count = num_micro_batches or self._evaluated
         training = self.module.training
         self.module.eval()
         try:
@@ -151,7 +151,16 @@ class PipelineEngine(Engine):
                         result = None
         finally:
             self.module.train(training)
-        return (result, self._executor.outputs) if return_logits else result
+        return (result, self._as_returned(self._executor.outputs)) if return_logits else result
+
+    @property
+    def _evaluated(self) -> int:
+        """How many micro-batches ``eval_batch`` takes if it is not told."""
+        return self.gradient_accumulation_steps()
+
+    def _as_returned(self, outputs: list[Any]) -> Any:
+        """What ``eval_batch`` returns of the last part's ``outputs``, of each micro-batch; there are none elsewhere."""
+        return outputs
 
     @property
     def _actions(self) -> Sequence[Timed]:

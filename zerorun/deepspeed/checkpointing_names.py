@@ -1,0 +1,60 @@
+"""``deepspeed.checkpointing``: what models written for Megatron ask of it beside ``checkpoint`` itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..activations import checkpointing
+from ..activations.random_streams import MODEL_PARALLEL, RandomStreams, device_generator, streams
+
+_CUDA_RNG_STATE_TRACKER = streams
+_MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL
+_BEYOND_DATA_PARALLEL = 2718  # between the seed of a rank and that of its stream, as in Megatron-LM
+
+_mpu: Any = None
+
+
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Set up ``checkpoint`` as ``zerorun.checkpointing.configure`` does. ``mpu_`` tells tensor ranks apart, for seeds."""
+    global _mpu
+    _mpu = mpu_
+    checkpointing.configure(deepspeed_config=deepspeed_config, checkpoint_in_cpu=checkpoint_in_cpu)
+
+
+def get_cuda_rng_tracker() -> RandomStreams:
+    """The streams of random numbers of this rank."""
+    return streams
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the device's generator alike on tensor ranks, and begin a stream that differs from one of them to the next.
+
+    Streams that there were are forgotten. ``configure`` has to be called before, with the mpu that knows tensor ranks.
+    """
+    device_generator().manual_seed(seed)
+    streams.reset()
+    streams.add(MODEL_PARALLEL, seed + _BEYOND_DATA_PARALLEL + _tensor_rank())
+
+
+def _tensor_rank() -> int:
+    for kind in ("tensor_model", "slice", "model"):
+        asked = getattr(_mpu, f"get_{kind}_parallel_rank", None)
+        if asked is not None:
+            return int(asked())
+    return 0
+
+
+def _set_cuda_rng_state(new_state: torch.Tensor, device: Any = -1) -> None:
+    """Let the device's generator go on from ``new_state``. ``device`` has no effect: a rank has one."""
+    device_generator().set_state(new_state)
