@@ -32,7 +32,7 @@ def test_where_there_is_no_hostfile(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_a_host_whose_slots_nobody_says(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a\n")
-    with pytest.raises(LaunchError, match=r"the slots of 'a' are not known\. Remedy"):
+    with pytest.raises(LaunchError, match=r"how many slots has 'a'\? Remedy"):
         fetch_hostfile(str(tmp_path / "hosts"))
 
 
@@ -66,5 +66,5 @@ def test_a_place_that_srun_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_imported_and_refused_where_it_is_used() -> None:
-    with pytest.raises(ConfigError, match="curriculum_learning.*Choose in the dataset|choose in the dataset"):
+    with pytest.raises(ConfigError, match=r"curriculum_learning.*choose in the dataset"):
         CurriculumScheduler({"min_difficulty": 8})

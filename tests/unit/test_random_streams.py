@@ -109,7 +109,7 @@ def test_states_are_those_of_when_they_were_asked_for() -> None:
 def test_names_that_are_there_and_names_that_are_not() -> None:
     own = RandomStreams()
     own.add("a", 1)
-    with pytest.raises(ModelError, match="already a stream of random numbers called 'a'.*Remedy"):
+    with pytest.raises(ModelError, match=r"already a stream of random numbers called 'a'.*Remedy"):
         own.add("a", 2)
     with pytest.raises(ModelError, match=r"no stream of random numbers called 'b'; there are: 'a'\. Remedy"), own.fork("b"):
         pass

@@ -37,14 +37,14 @@ def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
     found = {}
     for host in parse_hostfile(path.read_text(encoding="utf-8-sig"), hostfile_path):
         if host.slots is None:
-            raise LaunchError(f"{hostfile_path}: the slots of {host.name!r} are not known. Remedy: add slots=N to its line.")
+            raise LaunchError(
+                f"{hostfile_path}: the slots of {host.name!r} are not known. Remedy: add slots=N to its line."
+            )
         found[host.name] = len(host.slots)
     return found
 
 
-def parse_inclusion_exclusion(
-    resource_pool: Mapping[str, int], inclusion: str, exclusion: str
-) -> dict[str, list[int]]:
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
     """Return name of a host -> its slots that a filter leaves. Raises LaunchError, as ``--include`` and ``--exclude`` do.
 
     ``resource_pool``: as ``fetch_hostfile`` has returned it. A filter is empty, or has DeepSpeed's grammar.

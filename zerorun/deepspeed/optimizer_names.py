@@ -72,7 +72,7 @@ class _Bf16Optimizers(type):
         return engine is not None and engine.config.bf16.enabled
 
 
-class BF16_Optimizer(metaclass=_Bf16Optimizers):  # noqa: N801  # DeepSpeed's name
+class BF16_Optimizer(metaclass=_Bf16Optimizers):  # DeepSpeed's name
     """The optimizers of engines that compute in bf16 are its instances: programs ask so, and then about no overflow."""
 
 
