@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -261,14 +262,16 @@ def penalty(module: nn.Module, stage: int) -> torch.Tensor:
     return (module.log_t - 1).square() + 0.01 * layers  # type: ignore[operator, no-any-return]
 
 
-def penalised(stage: int, last: bool, accumulation: int) -> float:
+def penalised(stage: int, last: bool, accumulation: int, plain: bool) -> float:
+    """``plain``: the penalty's own backward is called, of which the engine learns in the step."""
     torch.manual_seed(0)
     engine, alone, optimizer = begin(Tempered(), stage, gradient_accumulation_steps=accumulation)
     for step in batches():
         for _ in range(accumulation):
-            losses = [engine(step[dist.get_rank()]).square().mean(), penalty(engine.module, stage)]
-            for loss in losses if last else reversed(losses):
-                engine.backward(loss)
+            loss, extra = engine(step[dist.get_rank()]).square().mean(), penalty(engine.module, stage)
+            backwards = [partial(engine.backward, loss), extra.backward if plain else partial(engine.backward, extra)]
+            for backward in backwards if last else reversed(backwards):
+                backward()
             engine.step()
             for loss in (torch.stack([alone(x).square().mean() for x in step]).mean(), penalty(alone, stage)):
                 (loss / accumulation).backward()
@@ -279,12 +282,13 @@ def penalised(stage: int, last: bool, accumulation: int) -> float:
     return found
 
 
-@pytest.mark.each_value
+@pytest.mark.each_pair
+@pytest.mark.parametrize("plain", (True, False))
 @pytest.mark.parametrize("accumulation", (1, 2))
 @pytest.mark.parametrize("last", (True, False))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
-def test_a_backward_that_comes_to_no_forward_counts(stage: int, last: bool, accumulation: int) -> None:
-    assert max(run_ranks(2, penalised, stage, last, accumulation)) < 1e-6
+def test_a_backward_that_comes_to_no_forward_counts(stage: int, last: bool, accumulation: int, plain: bool) -> None:
+    assert max(run_ranks(2, penalised, stage, last, accumulation, plain)) < 1e-6
 
 
 # -- gradients of inputs alone ------------------------------------------------------------------------------------
