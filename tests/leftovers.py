@@ -43,10 +43,19 @@ class Seen:
 
 
 def left_of(folder: Path, came: Mapping[str, str]) -> list[str]:
-    """What of ``came``, the tests by names of entries, is still there, and no process has open or stands in."""
+    """What of ``came``, the tests by names of entries, is still there, and no process has open or stands in, nor inside."""
     there = sorted(entries(folder) & came.keys())
-    used = used_paths() if there else set()
-    return [f"{folder / name}, of {came[name]}" for name in there if str(folder / name) not in used]
+    used = {Path(path) for path in used_paths()} if there else set()
+    used |= {parent for path in used for parent in path.parents}
+    return [f"{folder / name}, of {came[name]}" for name in there if folder / name not in used]
+
+
+def left_at_last(folder: Path, came: Mapping[str, str]) -> list[str]:
+    """``left_of``, when what is ending has had time to: another run may be taking its own things away."""
+    deadline = time.monotonic() + _GRACE_S
+    while (left := left_of(folder, came)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left
 
 
 def entries(folder: Path) -> set[str]:
@@ -174,7 +183,7 @@ class Run:
             self._origin.close()
         told = self.found.told
         told.extend(end_processes(self.folder))
-        told.extend(left_of(_SHARED_MEMORY, self.found.shared))
+        told.extend(left_at_last(_SHARED_MEMORY, self.found.shared))
         if told and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
         return result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,18 @@ CASES = {
     "nothing": ("pass", ""),
     "a file": ("os.close(tempfile.mkstemp(suffix='.mine')[0])", ".mine, of test_it.py::test_it"),
     "shared memory": ("open('/dev/shm/left-' + os.environ['MARK'], 'w').close()", "/dev/shm/left-"),
+    "what another run takes away": (
+        "path = '/dev/shm/left-' + os.environ['MARK']; open(path, 'w').close(); env = {'PATH': os.environ['PATH']}; "
+        "subprocess.Popen(['sh', '-c', 'sleep 2; rm ' + path], env=env, start_new_session=True)",
+        "",
+    ),
+    "a folder in which another run has a file open": (
+        "path = '/dev/shm/left-' + os.environ['MARK']; os.mkdir(path); env = {'PATH': os.environ['PATH']}; "
+        "file = os.open(path + '/pid', os.O_CREAT | os.O_WRONLY); "
+        "process = subprocess.Popen(['sleep', '600'], env=env, pass_fds=[file], start_new_session=True); "
+        "os.write(file, str(process.pid).encode())",
+        "",
+    ),
     "a process": ("subprocess.Popen(['sleep', '600'], start_new_session=True)", "(sleep 600), of test_it.py::test_it"),
 }
 CODE = """
@@ -55,7 +68,11 @@ def test_what_is_left_fails_the_run(what: str, workers: str, tmp_path: Path) -> 
     code, said = CASES[what]
     process = start(tmp_path, code, "-n", workers)
     out, _ = process.communicate(timeout=60 * patience())
-    Path(f"/dev/shm/left-{tmp_path.name}").unlink(missing_ok=True)
+    left = Path(f"/dev/shm/left-{tmp_path.name}")
+    if left.is_dir():
+        os.kill(int((left / "pid").read_text()), signal.SIGKILL)
+        shutil.rmtree(left)
+    left.unlink(missing_ok=True)
     assert process.returncode == (1 if said else 0), out
     assert ("LEFT OVER" in out) == bool(said), out
     assert said in out
