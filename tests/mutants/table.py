@@ -223,7 +223,7 @@ _WAITS = (
         "zerorun/zero/offload/host_link.py",
         "            self._rounded.hold(place, arrival.synchronize)",
         "            pass",
-        _SIMULATED + "test_equals_one_process",
+        _SIMULATED + "test_there_are_no_races",
     ),
     (
         "landing-place-not-held",
