@@ -85,9 +85,13 @@ class PipelineModuleEngine(PipelineEngine, ModuleEngine):  # type: ignore[misc] 
     def _evaluated(self) -> int:
         return self.micro_batches
 
-    def _as_returned(self, outputs: list[Any]) -> Any:
-        """What the last stage returned for the last micro-batch; None on other stages."""
-        return outputs[-1] if outputs else None
+    def eval_batch(self, data_iter: Iterator[Any], return_logits: bool = False, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as ever. ``return_logits``: return (loss, the last stage's output for the last micro-batch, or None)."""
+        found = super().eval_batch(data_iter, return_logits, *args, **kwargs)
+        if not return_logits:
+            return found
+        loss, outputs = found
+        return loss, outputs[-1] if outputs else None
 
     # -- what stages send one another ----------------------------------------------------------------------------
 

@@ -151,16 +151,12 @@ class PipelineEngine(Engine):
                         result = None
         finally:
             self.module.train(training)
-        return (result, self._as_returned(self._executor.outputs)) if return_logits else result
+        return (result, self._executor.outputs) if return_logits else result
 
     @property
     def _evaluated(self) -> int:
         """How many micro-batches ``eval_batch`` takes if it is not told."""
         return self.gradient_accumulation_steps()
-
-    def _as_returned(self, outputs: list[Any]) -> Any:
-        """What ``eval_batch`` returns of the last part's ``outputs``, of each micro-batch; there are none elsewhere."""
-        return outputs
 
     @property
     def _actions(self) -> Sequence[Timed]:
