@@ -5028,4 +5028,20 @@ MUTANTS = (
         "            return 0",
         ("tests/unit/test_random_streams.py", "-k", "a_stream_each"),
     ),
+    Mutant(
+        "digits-of-loaded-weights-are-lost",
+        "bound",
+        "zerorun/zero/whole_loads.py",
+        "            store_weight(model, model.homes[id(tensor)], value.to(model.comm.device), exactly=wider)",
+        "            store_weight(model, model.homes[id(tensor)], value.to(model.comm.device), exactly=False)",
+        ("tests/ranks/test_whole_loads.py", "-k", "given_others"),
+    ),
+    Mutant(
+        "other-scales-are-passed-over",
+        "swallowed",
+        "zerorun/zero/whole_loads.py",
+        "            _refuse_other_scales(name, own[name], weights[name])",
+        "            pass",
+        ("tests/ranks/test_whole_loads.py", "-k", "packed"),
+    ),
 )

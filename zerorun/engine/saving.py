@@ -5,7 +5,7 @@ Whole weights are what DeepSpeed's clients ask for: gathered on rank 0, or in a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic_ns
@@ -29,6 +29,7 @@ from ..plan.forwards import uncompiled
 from ..watch.board import Phase, board, during
 from ..zero.access import full_state_dict
 from ..zero.sharded_model import without_edits
+from ..zero.whole_loads import load_full_state_dict
 from .accumulation import is_in_a_step
 from .outcomes import Outcomes
 
@@ -202,6 +203,20 @@ class Saving(Outcomes):
             frozen = self._frozen_names()
             found = {name: value for name, value in found.items() if name not in frozen}
         return found if is_first else None
+
+    @uncompiled
+    @during(Phase.LOAD)
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Set weights and buffers to full values, as ``state_dict()`` returns them. All ranks must call it with the same.
+
+        Masters get the digits that values have and weights lack, as with ``state_dict(exact=True)``. Moments, counts and
+        gradients stay: ``load_checkpoint`` loads everything. Nothing is sent, and no device has the whole model for it.
+        Returns (names that only the model has, names that only ``state_dict`` has), as a module does; with ``strict``, such
+        names are a CheckpointError. So are quantised weights with other scales; a value in another shape is a ModelError.
+        Nothing is changed then.
+        """
+        self._refuse_given_back("load_state_dict")
+        return load_full_state_dict(self.sharded_model, state_dict, strict=strict)
 
     def _frozen_names(self) -> set[str]:
         """The names of all parameters that require no gradient. A stage of a pipeline knows its own, so ranks tell them."""

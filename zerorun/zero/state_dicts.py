@@ -127,9 +127,9 @@ class Adoption(ModuleHook):
             else:
                 continue
             raise ReleasedParameterError(
-                f"{here}. Nothing was loaded. Remedy: call it inside `with zerorun.zero.GatheredParameters("
-                "list(module.parameters()), modifier_rank=0):`, on all ranks; or zerorun.load_pretrained(model, dir) "
-                "before initialize()."
+                f"{here}. Nothing was loaded. Remedy: engine.load_state_dict(weights), with those of the whole model, on "
+                "all ranks; or call it inside `with zerorun.zero.GatheredParameters(list(module.parameters()), "
+                "modifier_rank=0):`; or zerorun.load_pretrained(model, dir) before initialize()."
             )
 
     def _is_whole_of_a_part(self, param: torch.Tensor, given: Any) -> bool:

@@ -1,0 +1,97 @@
+"""Loading a full state dict into a sharded model: each rank takes its own shards of the values, one parameter at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
+
+from ..errors import CheckpointError
+from ..log import listed
+from ..plan.weights import inside
+from .access import part_of_value, store_weight
+from .placeholders import UnsavedPlaceholder
+from .sharded_model import ShardedModel
+
+
+def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+    """Let the module have ``weights``, as ``full_state_dict`` returns them. All ranks must give it the same.
+
+    Returns names that only the model has, and those that only ``weights`` has; a tied one that is there is no missing one.
+
+    Masters have the digits of values that are wider than the weights; elsewhere they keep those that weights lack, where a
+    weight stays the same. Raises CheckpointError for names of another model, and for weights that were quantised with other
+    scales, and ModelError for values of another shape. Nothing is changed then.
+    """
+    own = model.runtime.guard.own_state_dict(model.module)
+    differing = _differing_names(model, own, weights)
+    if strict:
+        _refuse_other_names(differing)
+    plain = {name for name, _ in model.module.named_buffers(remove_duplicate=False)}
+    found, rest = list[tuple[torch.Tensor, torch.Tensor]](), dict[str, Any]()
+    for name in (name for name in own if name in weights):
+        members = list(_members(model, name, own[name], weights[name]))
+        if members:
+            found += members
+        elif name in plain or name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+            rest[name] = weights[name]
+        else:
+            _refuse_other_scales(name, own[name], weights[name])
+    model.make_ready()
+    with model.half_loaded.loading("a state dict", "weights"):
+        for tensor, value in found:
+            wider = value.is_floating_point() and value.dtype.itemsize > tensor.dtype.itemsize
+            store_weight(model, model.homes[id(tensor)], value.to(model.comm.device), exactly=wider)
+            for block in model.blocks:
+                block.show_new(model, tensor)
+        model.module.load_state_dict(rest, strict=False)
+    return differing
+
+
+def _members(model: ShardedModel, name: str, own: Any, given: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield (what units have of the entry ``own``, this rank's part of what it gets): itself, or tensors packed in it."""
+    if isinstance(given, UnsavedPlaceholder):
+        raise CheckpointError(
+            f"load_state_dict(): the value for {name!r} is a placeholder, as module.state_dict() has at stage 3. Nothing "
+            "was loaded. Remedy: give what engine.state_dict() returned."
+        )
+    tensors = dict(inside(own)) if isinstance(own, torch.Tensor) else {}
+    values = dict(inside(given)) if isinstance(given, torch.Tensor) else {}
+    for path, tensor in tensors.items():
+        if id(tensor) in model.homes:
+            value = values.get(path, given)
+            yield tensor, part_of_value(model, model.homes[id(tensor)], value, f"load_state_dict: {name}")
+
+
+def _refuse_other_scales(name: str, own: Any, given: Any) -> None:
+    """Raise CheckpointError unless ``given`` is what there is: it belongs to a weight that has been quantised before."""
+    if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor):
+        if own.shape == given.shape and torch.equal(own.cpu(), given.cpu()):
+            return
+    elif own == given:
+        return
+    raise CheckpointError(
+        f"load_state_dict(): {name!r}, by which a weight was quantised, has another value in the model. Nothing was "
+        "loaded. Remedy: load quantised weights before initialize()."
+    )
+
+
+def _differing_names(model: ShardedModel, own: Mapping[str, Any], weights: Mapping[str, Any]) -> _IncompatibleKeys:
+    given = {id(value) for name, value in own.items() if name in weights and isinstance(value, torch.Tensor)}
+    missing = sorted(name for name, value in own.items() if name not in weights and id(value) not in given)
+    known = {name for names in model.comm.control.values(sorted(own)) for name in names}  # of all stages
+    return _IncompatibleKeys(missing, sorted(weights.keys() - known))
+
+
+def _refuse_other_names(differing: _IncompatibleKeys) -> None:
+    """Raise CheckpointError if there are any."""
+    missing, unexpected = differing
+    found = [f"lacks {listed(list(map(repr, missing)))}"] if missing else []
+    found += [f"has {listed(list(map(repr, unexpected)))} besides"] if unexpected else []
+    if found:
+        raise CheckpointError(
+            f"load_state_dict(): the state dict {' and '.join(found)}. Nothing was loaded. Remedy: give what "
+            "engine.state_dict() of this model returned, or strict=False for the names that both have."
+        )
