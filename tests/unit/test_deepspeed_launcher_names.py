@@ -32,7 +32,7 @@ def test_where_there_is_no_hostfile(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_a_host_whose_slots_nobody_says(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a\n")
-    with pytest.raises(LaunchError, match=r"how many slots has 'a'\? Remedy"):
+    with pytest.raises(LaunchError, match=r"the slots of 'a' are not known\. Remedy"):
         fetch_hostfile(str(tmp_path / "hosts"))
 
 
