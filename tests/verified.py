@@ -13,6 +13,7 @@ from torch.utils.data import Dataset
 from training import make_config
 
 import zerorun
+from zerorun.activations.random_streams import streams
 from zerorun.engine.initialize import initialize
 from zerorun.verify.verification import Verification
 
@@ -28,6 +29,14 @@ class Dropping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + F.dropout(self.down(F.dropout(F.gelu(self.up(self.norm(x))), 0.2, self.training)), 0.1, self.training)
+
+
+class Streaming(Dropping):
+    """Draws from a stream besides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with streams.fork():
+            return super().forward(F.dropout(x, 0.1, self.training))
 
 
 def token_batches() -> list[Tensor]:
@@ -58,6 +67,12 @@ def tied() -> Any:
 
 def dropping() -> Any:
     return reset(Gpt(3, Dropping)), token_batches(), next_token
+
+
+def streaming() -> Any:
+    streams.reset()
+    streams.add("model-parallel-rng", 7)
+    return reset(Gpt(3, Streaming)), token_batches(), next_token
 
 
 def from_dataset() -> Any:
@@ -139,7 +154,7 @@ def mixtral() -> Any:
 
 TASKS: dict[str, Callable[[], Any]] = {
     task.__name__: task
-    for task in (gpt, tied, dropping, from_dataset, two_groups, own_optimizer, layers, llama, lora, mixtral)
+    for task in (gpt, tied, dropping, streaming, from_dataset, two_groups, own_optimizer, layers, llama, lora, mixtral)
 }
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 

@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
-from models import Gpt, Place, reset, token_loss, tokens
+from models import CASES, Gpt, Place, reset, token_loss, tokens
 from quantised import build as quantised_model
 from safetensors.torch import load_file
 from test_parallel_matrix import batch_of
 from test_parallel_matrix import build as build_divided
 from torch import nn
-from training import make_config, read_slowly, shared_topology
+from training import make_config, make_engine, read_slowly, shared_topology
 
 import zerorun
 from zerorun.deepspeed.engine_names import load_module_state_dict, module_state_dict
@@ -1036,6 +1036,25 @@ def test_the_mode_loads_weights_into_an_engine(stage: int, precision: str) -> No
     found = run_ranks(2, trained_from, stage, precision, True)
     for rank in (0, 1):
         assert all(torch.equal(expected[0][name], value) for name, value in found[rank].items())
+
+
+def after_a_refused_load() -> list[list[str]]:
+    """The names of weights that a dict with one wrong name, or a value in a wrong shape, has changed."""
+    engine = make_engine(CASES["plain"], make_config(3))
+    show_placeholders(engine)
+    before, found = engine.state_dict(), []
+    last = list(before)[-1]
+    for wrong in ({"nonsense": torch.ones(1)}, {last: torch.ones(3, 3, 3)}):
+        with pytest.raises(RuntimeError):
+            load_module_state_dict(engine, {**{name: value + 1 for name, value in before.items()}, **wrong})
+        found.append([name for name, value in engine.state_dict().items() if not torch.equal(value, before[name])])
+    engine.destroy()
+    return found
+
+
+def test_a_load_that_is_refused_in_the_mode_changes_nothing_at_stage_3() -> None:
+    """What each rank has whole got the new values, and the rest kept theirs."""
+    assert run_ranks(2, after_a_refused_load) == [[[], []]] * 2
 
 
 def loaded_quantised(kind: str, stage: int) -> None:

@@ -454,3 +454,21 @@ def ended_by_the_loop() -> list[int]:
 def test_samples_of_steps_that_the_loop_ends() -> None:
     """A micro-batch counts for each backward, and never more of them than a step has: some loops call it twice for one."""
     assert run_ranks(2, ended_by_the_loop) == [[16, 24, 40, 44]] * 2
+
+
+def steps_after_the_loop_stops_deciding() -> list[int]:
+    engine = make_engine(CASES["plain"], make_config(1, accumulation=2))
+    found = []
+    for boundary in (True, None):
+        engine.set_gradient_accumulation_boundary(boundary)
+        for micro in range(4):
+            engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), 0, micro)))
+            engine.step()
+        found.append(engine.global_steps)
+    engine.destroy()
+    return found
+
+
+def test_none_lets_the_engine_count_again() -> None:
+    """As in DeepSpeed. It stood for False: no step was taken any more."""
+    assert run_ranks(2, steps_after_the_loop_stops_deciding) == [[4, 6]] * 2

@@ -13,6 +13,7 @@ from models import CASES, Place
 from torch import nn
 from training import make_config, make_engine
 
+import zerorun
 from zerorun.deepspeed.param_grad import show_gradients
 from zerorun.errors import StepError
 from zerorun.zero import safe_get_full_grad
@@ -102,6 +103,55 @@ def write(stage: int) -> list[str]:
 
 def test_what_the_step_would_not_see_is_refused() -> None:
     assert all("Remedy: safe_set_full_grad" in text for text in run_ranks(1, write, 0)[0])
+
+
+class ByHand(torch.autograd.Function):
+    """A linear layer whose backward gives the weight its gradient by itself, in two parts, as axolotl's TiledMLP does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer = layer
+        return nn.functional.linear(x, layer.weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,), weight = ctx.saved_tensors, ctx.layer.weight
+        for rows, grad in zip(x.chunk(2), grads[0].chunk(2), strict=True):
+            before = weight.grad
+            weight.grad = grad.T @ rows if before is None else before + grad.T @ rows
+        return grads[0] @ weight, None
+
+
+class HasByHand(nn.Module):
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.by_hand, self.first, self.last = by_hand, nn.Linear(4, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        return (ByHand.apply(y, self.last) if self.by_hand else self.last(y)).square().mean()  # type: ignore[no-any-return]
+
+
+def trained_by_hand(stage: int) -> float:
+    """The largest difference of weights between that layer and torch's."""
+    found = []
+    for by_hand in (True, False):
+        torch.manual_seed(0)
+        engine = zerorun.initialize(HasByHand(by_hand), make_config(stage, accumulation=2))
+        show_gradients(engine)
+        for step in range(4):
+            x = torch.randn(4, 4, generator=torch.Generator().manual_seed(2 * step + dist.get_rank()))
+            engine.backward(engine(x))
+            engine.step()
+        found.append(engine.state_dict())
+        engine.destroy()
+    return max(float((value - found[1][name]).abs().max()) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("stage", (0, 1))
+def test_a_backward_may_set_it(stage: int) -> None:
+    assert max(run_ranks(2, trained_by_hand, stage)) < 1e-6
 
 
 def cancel(stage: int) -> tuple[list[str], bool]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +362,38 @@ def test_a_state_dict_has_values_that_the_script_has_just_got() -> None:
     for rank, found in enumerate(run_ranks(2, state_dicts_beside_given_values)):
         fresh = [rank == 0] * 2
         assert found == [fresh, stale, fresh, stale, fresh, stale]
+
+
+def left_by_an_engine_of_the_mode(stage: int) -> bool:
+    """Whether its module is still there when nobody has the engine any more."""
+    engine = engine_in(f"stage {stage}", "bf16", Path())
+    show_placeholders(engine)
+    steps(engine, 1)
+    give_values(engine)
+    module = weakref.ref(engine.module)
+    del engine
+    gc.collect()
+    return module() is not None
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_an_engine_of_the_mode_that_nobody_has_is_gone(stage: int) -> None:
+    assert run_ranks(2, left_by_an_engine_of_the_mode, stage) == [False, False]
+
+
+def given_values_of_divided_layers() -> list[bool]:
+    """Below stage 3 tensor ranks have their parts whole, and change them without a word to others."""
+    engine = engine_of(1, 2, 1)
+    show_placeholders(engine)
+    kept = give_values(engine)
+    name = "model.layers.0.mlp.down_proj.weight"
+    found = [isinstance(engine.module.state_dict()[name], UnsavedPlaceholder), kept is not None]
+    engine.destroy()
+    return found
+
+
+def test_values_that_were_given_are_not_shown_where_they_may_have_changed() -> None:
+    assert run_ranks(2, given_values_of_divided_layers) == [[True, True], [True, False]]
 
 
 def load_whole_into_divided_layers(stage: int) -> tuple[tuple[str, str], list[str], list[str]]:

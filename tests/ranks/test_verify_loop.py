@@ -12,6 +12,7 @@ from harness import run_ranks
 from verified import TASKS, config
 
 import zerorun
+from zerorun.activations.random_streams import streams
 from zerorun.errors import StepError
 from zerorun.zero.flat_group import TrainedGroup
 
@@ -34,12 +35,14 @@ def steps(task: str, raw: dict[str, Any], *, verifies: bool) -> dict[str, torch.
 def train(task: str, raw: dict[str, Any]) -> None:
     for one, other in zip(*(steps(task, raw, verifies=verifies).values() for verifies in (True, False)), strict=True):
         assert torch.equal(one, other)
+    streams.reset()
 
 
 @pytest.mark.parametrize(
     ("task", "raw"),
     [
         ("dropping", config(3, 2, activation_checkpointing={"policy": "full"})),
+        ("streaming", config(1, 2, activation_checkpointing={"policy": "full"})),
         *[
             pytest.param(task, raw, marks=pytest.mark.nightly)
             for task, raw in (
@@ -55,8 +58,8 @@ def test_a_loop_goes_on_as_without(task: str, raw: dict[str, Any]) -> None:
     run_ranks(2, train, task, raw)
 
 
-def with_a_bug() -> str:
-    model, batches, loss = TASKS["gpt"]()
+def with_a_bug(task: str) -> str:
+    model, batches, loss = TASKS[task]()
     engine = zerorun.initialize(model, config(2))
     ends = TrainedGroup.reduction_ends
 
@@ -72,10 +75,12 @@ def with_a_bug() -> str:
         engine.verify(batches[0], loss)
     engine.zero_grad()
     engine.destroy()
+    streams.reset()
     return str(told.value)
 
 
-def test_a_difference_is_an_error() -> None:
-    first, second = run_ranks(2, with_a_bug)
+@pytest.mark.parametrize("task", ("gpt", "streaming"))
+def test_a_difference_is_an_error(task: str) -> None:
+    first, second = run_ranks(2, with_a_bug, task)
     assert first == second
     assert "gradient after its reduction: blocks.1." in first, first

@@ -151,3 +151,31 @@ def test_a_file_that_cannot_be_written_is_an_error_of_all_ranks(tmp_path: Path) 
     for full, occupied in run_ranks(2, unwritable, tmp_path):
         assert "pytorch_model.bin: No space left on device" in full
         assert "pytorch_model.bin: File exists" in occupied
+
+
+class WithoutBase(nn.Module):
+    """Its state dict has a part of its weights, as that of TRL's value heads on a model with adapters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.base(x)).mean()
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {f"head.{name}": value for name, value in self.head.state_dict(*args, **kwargs).items()}
+
+
+def names_beside_its_own(stage: int) -> list[list[str]]:
+    engine = zerorun.initialize(WithoutBase(), make_config(stage))
+    found = [sorted(engine.state_dict()), sorted(engine.consolidated_state_dict() or {})]
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", by_day((1, 3), 3))
+def test_a_class_that_leaves_weights_out_loses_none(stage: int) -> None:
+    """They were missing without a word. Checkpoints have them in any case."""
+    names = ["base.bias", "base.weight", "head.bias", "head.weight"]
+    assert run_ranks(2, names_beside_its_own, stage) == [[names, names], [names, []]]

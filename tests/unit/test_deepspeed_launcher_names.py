@@ -48,18 +48,23 @@ def test_variables_that_a_script_adds_go_to_other_hosts(
     words = ["--hostfile=hosts", "--master_addr=h1", "--dry-run=json", "x.py"]
     found = []
     for _ in range(2):
-        assert launcher_names.main(words) == 0
+        launcher_names.main(words)
         found.append({**json.loads(capsys.readouterr().out)["exports"]})
         monkeypatch.setattr(launcher_names, "EXPORT_ENVS", [*launcher_names.EXPORT_ENVS, "OURS_"])
     assert ["OURS_A" in exports for exports in found] == [False, True] and "OTHERS" not in found[1]
 
 
+def test_a_job_that_is_refused_ends_the_caller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As DeepSpeed does: a script, and its installed command, return 0 after it."""
+    (tmp_path / "x.py").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        launcher_names.main(["--hostfile", str(tmp_path / "none"), str(tmp_path / "x.py")])
+    assert ended.value.code == 2 and "none" in capsys.readouterr().err
+
+
 def test_a_place_that_srun_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
     told = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
-    for name, value in {**told, "MASTER_ADDR": "h1"}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", {**told, "MASTER_ADDR": "h1"})
     helpers.mpi_discovery(distributed_port=1234)
     wanted = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "h1", "MASTER_PORT": "1234"}
     assert {name: os.environ[name] for name in wanted} == wanted

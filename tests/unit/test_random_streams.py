@@ -15,6 +15,8 @@ from zerorun.activations.random_streams import RandomStreams, streams
 from zerorun.checkpoint import random_state
 from zerorun.deepspeed import checkpointing_names
 from zerorun.errors import ModelError
+from zerorun.pipeline.layer_builder import Builder
+from zerorun.pipeline.layer_spec import LayerSpec
 
 CPU = torch.device("cpu")
 
@@ -25,7 +27,7 @@ def _no_streams() -> Iterator[None]:
     streams.reset()
     yield
     streams.reset()
-    checkpointing_names.configure()
+    checkpointing_names._mpu = None
 
 
 def numbers(from_stream: bool = False) -> list[float]:
@@ -125,6 +127,39 @@ def test_tensor_ranks_have_one_seed_and_a_stream_each(kind: str) -> None:
         assert numbers() == torch.rand(3, generator=torch.Generator().manual_seed(100)).tolist()
         with tracker.fork(checkpointing_names._MODEL_PARALLEL_RNG_TRACKER_NAME):
             assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(2818 + rank)))
+
+
+def test_an_mpu_stays_until_another_comes() -> None:
+    """Scripts call configure() again, for other settings."""
+    checkpointing_names.configure(SimpleNamespace(get_model_parallel_rank=lambda: 2))
+    checkpointing_names.configure(None, checkpoint_in_cpu=False)
+    checkpointing_names.model_parallel_cuda_manual_seed(100)
+    assert numbers(True) == torch.rand(3, generator=torch.Generator().manual_seed(2820)).tolist()
+
+
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+        with streams.fork():
+            nn.init.normal_(self.weight)
+
+
+def drawn_by_layer(*indices: int) -> list[torch.Tensor]:
+    builder = Builder([LayerSpec(Drawing) for _ in range(4)], lambda index: 10 + index, None)
+    return [builder.layer(index).weight.detach() for index in indices]  # type: ignore[union-attr]
+
+
+def test_layers_that_draw_from_a_stream_do_not_depend_on_stages() -> None:
+    """Each layer has a seed of its own, whichever rank builds it; tensor ranks still differ, and the stream stays."""
+    streams.add("model-parallel-rng", 0)
+    before = streams.get_states()["model-parallel-rng"]
+    whole, last = drawn_by_layer(0, 1, 2, 3), drawn_by_layer(2)
+    assert torch.equal(last[0], whole[2]) and len({tuple(weight.tolist()) for weight in whole}) == 4
+    assert torch.equal(streams.get_states()["model-parallel-rng"], before)
+    streams.reset()
+    streams.add("model-parallel-rng", 1)
+    assert not torch.equal(drawn_by_layer(2)[0], last[0])
 
 
 def test_without_an_mpu_there_is_one_tensor_rank() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,14 +37,14 @@ class _Before:
 
 
 class BufferStates:
-    """The buffers of the modules of ``function`` before its first run, which is about to begin.
+    """The buffers in ``roots``, the modules of a call, before its first run, which is about to begin.
 
     A second run finds those that the first one has changed as this had found them: with spectral norms its results depend
     on them. What it does to them is dropped. Buffers that do not change are copied once, to learn that.
     """
 
-    def __init__(self, function: Any) -> None:
-        modules = {module: None for root in modules_of(function) for module in _with_buffers(root)}
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        modules = {module: None for root in roots for module in _with_buffers(root)}
         self._before = [_before(module) for module in modules]
 
     def finish(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from ..distributed.device import default_device, generators
 from ..errors import ModelError
 
+_APART = 1_000_003  # a prime: seeds that are near one another, times this, plus those of streams, are all different
 MODEL_PARALLEL = "model-parallel-rng"  # Megatron's name of the stream that differs from one tensor rank to the next
 
 
@@ -26,6 +27,7 @@ class RandomStreams:
 
     def __init__(self) -> None:
         self._states: dict[str, torch.Tensor] = {}  # a tensor in it never changes
+        self._seeds: dict[str, int] = {}  # with which they were added
 
     def add(self, name: str, seed: int) -> None:
         """Begin the stream ``name`` with ``seed``. Raises ModelError if there is one of that name."""
@@ -33,12 +35,16 @@ class RandomStreams:
             raise ModelError(
                 f"there is already a stream of random numbers called {name!r}. Remedy: another name, or reset() before."
             )
-        generator = device_generator()
-        self._states[name] = torch.Generator(generator.device).manual_seed(seed).get_state()
+        self._seeds[name] = seed
+        self._states[name] = _beginning(seed)
 
     def reset(self) -> None:
         """Forget all streams."""
-        self._states = {}
+        self._states, self._seeds = {}, {}
+
+    def begin_anew(self, seed: int) -> None:
+        """Let each stream begin anew by ``seed`` and its own: what differs from rank to rank still does."""
+        self._states = {name: _beginning(seed * _APART + self._seeds.get(name, 0)) for name in self._states}
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Return name -> state, uint8 [bytes]."""
@@ -64,14 +70,19 @@ class RandomStreams:
             generator.set_state(before)
 
     @contextmanager
-    def again_from(self, states: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """In the block, which runs a call again, the streams begin with ``states``; after it they are where they were."""
+    def as_before(self, states: Mapping[str, torch.Tensor] | None = None) -> Iterator[None]:
+        """After the block, the streams are where they were. It begins with ``states``, if it runs a call again."""
         now = self.get_states()
-        self.set_states(states)
+        if states is not None:
+            self.set_states(states)
         try:
             yield
         finally:
             self.set_states(now)
+
+
+def _beginning(seed: int) -> torch.Tensor:
+    return torch.Generator(device_generator().device).manual_seed(seed % (1 << 63)).get_state()
 
 
 def device_generator() -> torch.Generator:

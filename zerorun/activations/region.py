@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..errors import ModelError
 from ..optim.containers import TreeMap
-from .buffers import BufferStates
+from .buffers import BufferStates, modules_of
 from .host_pool import Group, HostPool, Stored
 from .random_streams import streams
 from .selective import Keep, OperationWatch, Recall
@@ -89,7 +89,8 @@ def run(
         inputs.append(_Input(tensor, group))
         return inputs[-1]
 
-    kept, buffers = map_tensors((args, kwargs), keep), BufferStates(function if module is None else module)
+    kept = map_tensors((args, kwargs), keep)
+    buffers = BufferStates(_modules_of_call(function if module is None else module, args, kwargs))
     given = [(args, kwargs)]  # taken by the first run
     random_states = streams.get_states()  # torch repeats the numbers of the default generators only
 
@@ -100,7 +101,7 @@ def run(
         if group is not None:
             group.open()
         now, named = TreeMap(_Input, _Input.get, fresh=True).mapped(kept)
-        with buffers.as_before(), streams.again_from(random_states):
+        with buffers.as_before(), streams.as_before(random_states):
             return function(*now, **named)
 
     contexts = _Contexts(selection, group)
@@ -111,6 +112,12 @@ def run(
     buffers.finish()
     contexts.finish()
     return output
+
+
+def _modules_of_call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[nn.Module]:
+    """The modules that ``function`` is, has, or is given."""
+    given = (value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module))
+    return [*modules_of(function), *given]
 
 
 class _Contexts:

@@ -157,7 +157,9 @@ def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind == "device":
         return torch.device(value["name"])
     if kind in _NAMESPACES:
-        return _NAMESPACES[kind](**_decode(value["items"], tensors))
+        found = _NAMESPACES[kind]()
+        vars(found).update(_decode(value["items"], tensors))
+        return found
     items = [_decode(item, tensors) for item in value.get("items", [])]
     if kind == "complex":
         return complex(*items)

@@ -48,8 +48,8 @@ def _restore(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     if on_gpu(device) and "cuda" in state:
         gpu_generator(device).set_state(state["cuda"])
-    if "streams" in state:
-        streams.set_states(state["streams"])
+    if "streams" in state and on_gpu(device) == ("cuda" in state):  # a state is of its kind of device
+        streams.set_states({**streams.get_states(), **state["streams"]})
     if "numpy" in state:
         import numpy
 

@@ -8,6 +8,7 @@ import torch
 
 from ..activations import checkpointing
 from ..activations.random_streams import MODEL_PARALLEL, RandomStreams, device_generator, streams
+from ..zero.sharded_model import newest_topology
 
 _CUDA_RNG_STATE_TRACKER = streams
 _MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL
@@ -26,9 +27,12 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set up ``checkpoint`` as ``zerorun.checkpointing.configure`` does. ``mpu_`` tells tensor ranks apart, for seeds."""
+    """Set up ``checkpoint`` as ``zerorun.checkpointing.configure`` does. ``mpu_`` tells tensor ranks apart, for seeds.
+
+    None leaves that of before.
+    """
     global _mpu
-    _mpu = mpu_
+    _mpu = _mpu if mpu_ is None else mpu_
     checkpointing.configure(deepspeed_config=deepspeed_config, checkpoint_in_cpu=checkpoint_in_cpu)
 
 
@@ -40,7 +44,8 @@ def get_cuda_rng_tracker() -> RandomStreams:
 def model_parallel_cuda_manual_seed(seed: int) -> None:
     """Seed the device's generator alike on tensor ranks, and begin a stream that differs from one of them to the next.
 
-    Streams that there were are forgotten. ``configure`` has to be called before, with the mpu that knows tensor ranks.
+    Streams that there were are forgotten. Tensor ranks are those of the mpu that ``configure`` was given, or else of the
+    newest engine; where there is neither, there are none.
     """
     device_generator().manual_seed(seed)
     streams.reset()
@@ -52,7 +57,8 @@ def _tensor_rank() -> int:
         asked = getattr(_mpu, f"get_{kind}_parallel_rank", None)
         if asked is not None:
             return int(asked())
-    return 0
+    topology = newest_topology()
+    return 0 if topology is None else topology.tensor_rank
 
 
 def _set_cuda_rng_state(new_state: torch.Tensor, device: Any = -1) -> None:

@@ -18,11 +18,16 @@ DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 EXPORT_ENVS = [*EXPORTED_PREFIXES, *EXPORTED_NAMES]  # how the variables begin that go to other hosts; scripts add to it
 
 
-def main(args: Sequence[str] | None = None) -> int:
-    """Launch, as the ``deepspeed`` command of an installed DeepSpeed does, with the command line ``args``."""
+def main(args: Sequence[str] | None = None) -> None:
+    """Launch, as the ``deepspeed`` command of an installed DeepSpeed does, with the command line ``args``.
+
+    Raises SystemExit with the status of a job that fails or is refused, as DeepSpeed does: callers go on after it.
+    """
     added = tuple(start for start in EXPORT_ENVS if start not in (*EXPORTED_PREFIXES, *EXPORTED_NAMES))
     exports = [f"--export={name}" for name in os.environ if added and name.startswith(added)]
-    return launch([*exports, *(sys.argv[1:] if args is None else args)], local_rank_arg=True)
+    status = launch([*exports, *(sys.argv[1:] if args is None else args)], local_rank_arg=True)
+    if status:
+        sys.exit(status)
 
 
 def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:

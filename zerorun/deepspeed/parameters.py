@@ -184,20 +184,29 @@ class GivenValues:
     """The full values that the script has got last from an engine, while it keeps them and shards have not changed."""
 
     def __init__(self, model: ShardedModel) -> None:
-        self._comm, self._homes = model.comm, model.homes
+        self._model = weakref.ref(model)
         self._found: weakref.ref[Mapping[str, torch.Tensor]] = weakref.ref(OrderedDict())
         self._fences = -1
 
-    def remember(self, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return ``values`` by name, as the script is to have them."""
+    def remember(self, values: dict[str, torch.Tensor], fences: int) -> dict[str, torch.Tensor]:
+        """Return ``values`` by name, as the script is to have them. They are those of after so many ``fences``."""
         kept = OrderedDict(values)  # an ordinary dict cannot be known weakly
-        self._found, self._fences = weakref.ref(kept), self._comm.fences
+        self._found, self._fences = weakref.ref(kept), fences
         return kept
 
     def of(self, param: torch.Tensor) -> torch.Tensor | None:
-        """The full value of ``param``, on the CPU; None if the script has none."""
-        found, home = self._found(), self._homes.get(id(param))
-        return None if found is None or home is None or self._fences != self._comm.fences else found.get(home.name)
+        """The full value of ``param``, on the CPU; None if the script has none, or one that it has put there itself.
+
+        What this rank keeps whole changes without a fence: its value is not known here.
+        """
+        model, found = self._model(), self._found()
+        home = None if model is None else model.homes.get(id(param))
+        if model is None or found is None or home is None or home.unit.resident or self._fences != model.comm.fences:
+            return None
+        value = found.get(home.name)
+        shard = model.parts.shards.get(id(param))
+        shape = param.shape if shard is None else torch.Size(shard.shape)
+        return value if value is not None and (value.dtype, value.shape) == (param.dtype, shape) else None
 
 
 _given = weakref.WeakKeyDictionary[ShardedModel, GivenValues]()
@@ -210,7 +219,7 @@ def give_values(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
     """
     found = engine.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
     model = engine.sharded_model
-    return found if found is None else _given.setdefault(model, GivenValues(model)).remember(found)
+    return found if found is None else _given.setdefault(model, GivenValues(model)).remember(found, model.comm.fences)
 
 
 def show_placeholders(engine: Engine) -> None:
@@ -261,7 +270,7 @@ def tensors_by_name(engine: Engine) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def loading(engine: Engine, state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """In the block, what stage 3 divides and ``state`` has values of is whole, and gets those of rank 0 at its end.
+    """In the block, at stage 3, what ``state`` has values of is whole, and gets those of rank 0 at its end.
 
     Yields ``state`` as the module loads it: instead of placeholders it has the parameters and packed buffers themselves,
     and of parameters that tensor ranks divide this rank's parts, where they are not whole. Names and placeholders of
@@ -269,6 +278,7 @@ def loading(engine: Engine, state: Mapping[str, Any]) -> Iterator[Mapping[str, A
     parameter, where tensor ranks divide it. All ranks must call it.
     """
     parts, away, changed = engine.sharded_model.parts, list[torch.Tensor](), dict[str, torch.Tensor]()
+    homes, divided = engine.sharded_model.homes, engine.runtime.plan.shares_params
     for name, tensor in tensors_by_name(engine).items():
         if name not in state:
             continue
@@ -279,8 +289,8 @@ def loading(engine: Engine, state: Mapping[str, Any]) -> Iterator[Mapping[str, A
             raise _not_whole(name, value, shape)
         if is_whole and isinstance(value, UnsavedPlaceholder):
             changed[name] = tensor
-        elif any(_is_away(member) for _, member in inside(tensor)):
-            away.append(tensor)
+        elif divided and any(id(member) in homes for _, member in inside(tensor)):
+            away.append(tensor)  # what is whole, too: an error brings all of them back
         elif shard is not None:
             changed[name] = parts.part(tensor, value.detach())
     with GatheredBlock(away, modifier_rank=0) if away else nullcontext():

@@ -271,8 +271,8 @@ class Accumulation:
             return True
         return (self.micro_steps - self.begun_at + 1) % self.batch.accumulation == 0
 
-    def set_boundary(self, is_boundary: bool) -> None:
-        """Let the training loop decide from now on which step() updates the weights."""
+    def set_boundary(self, is_boundary: bool | None) -> None:
+        """Let the training loop decide from now on which step() updates the weights; None: by the count again."""
         self.given_boundary = is_boundary
 
     @contextlib.contextmanager

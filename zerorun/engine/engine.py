@@ -251,9 +251,9 @@ class Engine(CurvatureTaking):
         """True if the next step() updates the weights."""
         return self.accumulation.is_boundary
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Let the training loop decide from now on which step() updates the weights."""
-        self.accumulation.set_boundary(bool(is_boundary))
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Let the training loop decide from now on which step() updates the weights; None: the engine counts again."""
+        self.accumulation.set_boundary(None if is_boundary is None else bool(is_boundary))
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Accumulate gradients inside the block without an update; step() raises StepError there.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..activations.random_streams import streams
 from ..distributed.device import gpu_generator, gpus_in_use
 from ..errors import PipelineError
 from ..log import logger
@@ -194,11 +195,12 @@ def _seed_generators(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     for device in gpus_in_use():
         gpu_generator(device).manual_seed(seed)
+    streams.begin_anew(seed)
 
 
 @contextlib.contextmanager
 def _same_random_numbers_after() -> Iterator[None]:
-    with torch.random.fork_rng(gpus_in_use()):
+    with torch.random.fork_rng(gpus_in_use()), streams.as_before():
         yield
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..activations.random_streams import streams
 from ..errors import ModelError
 from ..plan.small_copies import LARGEST_COPY, narrow, shorten, small_copy
 from ..zero.init import part_of
@@ -118,7 +119,7 @@ def _probing(model: nn.Module) -> Iterator[None]:
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(), streams.as_before():
             yield
     finally:
         for part, training in modes:

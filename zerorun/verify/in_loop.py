@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..activations.random_streams import streams
 from ..distributed.device import CPU, on_device
 from ..distributed.transport.world import gather_values
 from ..errors import StepError
@@ -105,7 +106,7 @@ def _of_copy(engine: Any, model: nn.Module, batches: list[Any], loss: Loss, bloc
 def _undisturbed(engine: Any) -> Iterator[None]:
     """Leave random numbers and the buffers of the engine's module as they are."""
     buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), streams.as_before():
         yield
     with torch.no_grad():
         for buffer, value in buffers:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, DistributedSampler, default_collate
 
+from ..activations.random_streams import streams
 from ..distributed.device import generators
 from ..errors import ModelError, ZerorunError
 from ..pipeline.pipelined import Pipelined
@@ -134,12 +135,14 @@ def seed_all(seed: int) -> None:
     """Seed what models and data draw from."""
     random.seed(seed)
     torch.manual_seed(seed)
+    streams.begin_anew(seed)
 
 
 def seed_generators(device: torch.device, seed: int) -> None:
     """Seed what a forward on ``device`` draws from."""
     for generator in generators(device):
         generator.manual_seed(seed)
+    streams.begin_anew(seed)
 
 
 def shorten(model: nn.Module, count: int) -> int:

@@ -100,10 +100,13 @@ class ScriptGuard:
         self._passes = 0
 
     def own_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the state dict of ``module`` with the parameters and buffers themselves, as they are."""
+        """Return the state dict of ``module`` with the parameters and buffers themselves, as they are, by their own names.
+
+        A ``state_dict`` of the module's class may leave weights out, as that of TRL's value heads does with adapters.
+        """
         self.state_dict_allowed = True
         try:
-            return module.state_dict(keep_vars=True)
+            return nn.Module.state_dict(module, keep_vars=True)
         finally:
             self.state_dict_allowed = False
 
