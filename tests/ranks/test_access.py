@@ -1038,6 +1038,25 @@ def test_the_mode_loads_weights_into_an_engine(stage: int, precision: str) -> No
         assert all(torch.equal(expected[0][name], value) for name, value in found[rank].items())
 
 
+def saved_after_a_cast(folder: str) -> tuple[list[str], str, bool]:
+    """Kinds of a state dict before initialize(), what saving a layer says, and whether a block has its values."""
+    with zerorun.zero.Init():
+        model = nn.Sequential(nn.Linear(8, 8, dtype=torch.bfloat16), nn.Linear(8, 8))
+    model[0].to(torch.float32)
+    kinds = [type(value).__name__ for value in model.state_dict().values()]
+    with pytest.raises(ReleasedParameterError) as caught:
+        torch.save(model[0].state_dict(), f"{folder}/x")
+    with zerorun.zero.GatheredParameters(list(model.parameters())):
+        whole = not any(bool(value.isnan().any()) for value in model.state_dict().values())
+    return kinds, str(caught.value), whole
+
+
+def test_a_cast_after_init_makes_no_weights_of_placeholders(tmp_path: Path) -> None:
+    """As axolotl casts norms and embeddings: a file of NaN was written without a word."""
+    for kinds, said, whole in run_ranks(2, saved_after_a_cast, str(tmp_path)):
+        assert kinds == ["UnsavedPlaceholder"] * 4 and "Remedy" in said and whole
+
+
 def after_a_refused_load() -> list[list[str]]:
     """The names of weights that a dict with one wrong name, or a value in a wrong shape, has changed."""
     engine = make_engine(CASES["plain"], make_config(3))

@@ -332,10 +332,17 @@ def _withhold(module: nn.Module, state: dict[str, Any], prefix: str, local_metad
             continue
         with torch._C.DisableTorchFunction():
             for (_, tensor), (_, stated) in zip(inside(param), inside(found), strict=False):
-                shown = _shown_by.get(tensor)
-                if tensor in _partitioned and shown is not None and storage_key(stated) == storage_key(shown.tensor):
+                if tensor in _partitioned and _is_placeholder(tensor, stated):
                     whole = found if tensor is param else placeholder(param)  # of a wrapper, one that is none
                     state[prefix + name] = whole.as_subclass(UnsavedPlaceholder)
+
+
+def _is_placeholder(param: torch.Tensor, stated: torch.Tensor) -> bool:
+    """Whether ``stated``, of a state dict, is what ``param`` shows in place of a value. A cast has copied it."""
+    shown = _shown_by.get(param)
+    if shown is not None and storage_key(stated) == storage_key(shown.tensor):
+        return True
+    return stated.is_floating_point() and stated.numel() > 0 and bool(is_loud(stated).all())
 
 
 def _watch_state_dict(module: nn.Module) -> None:
