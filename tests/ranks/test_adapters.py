@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 from pathlib import Path
@@ -20,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import zerorun
 from zerorun.checkpoint import cli
 from zerorun.checkpoint.adapters import Adapters
-from zerorun.deepspeed.parameters import give_values, show_placeholders
+from zerorun.deepspeed.parameters import copied_whole, give_values, show_placeholders
 from zerorun.errors import CheckpointError
 from zerorun.optim.loss_scaler import DTYPES
 from zerorun.zero.access import safe_get_full_fp32_param
@@ -327,6 +328,30 @@ def test_peft_saves_on_rank_zero_while_it_has_all_weights(stage: int, tmp_path: 
     assert expected
     assert_same(tensors(tmp_path / "found"), expected)
     assert_same(torch.load(tmp_path / "own.bin"), expected)
+
+
+def with_saved_modules(inside: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of a model whose head and embedding peft copies, to train and save them whole."""
+    with zerorun.zero.Init() if inside else contextlib.nullcontext():
+        model: Any = base()
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj"], modules_to_save=["lm_head", "embed_tokens"], task_type="CAUSAL_LM"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Parameter, "__deepcopy__", copied_whole)
+        torch.manual_seed(3)
+        model = peft.get_peft_model(model, settings)
+    engine = zerorun.initialize(model, make_config(3), topology=shared_topology())
+    losses, weights = train(engine, 2), engine.state_dict()
+    engine.destroy()
+    return losses, weights
+
+
+def test_peft_copies_modules_of_a_partitioned_model() -> None:
+    """In the DeepSpeed mode, where it opens a block for parameters that are empty only: the copies were NaN."""
+    for found, wanted in zip(*(run_ranks(2, with_saved_modules, inside) for inside in (True, False)), strict=True):
+        assert found[0] == wanted[0]
+        assert_same(found[1], wanted[1])
 
 
 HOSTILE = [

@@ -312,8 +312,24 @@ def _is_away(tensor: torch.Tensor) -> bool:
     return divided and _status(tensor) is ZeroParamStatus.NOT_AVAILABLE
 
 
+_DEEPCOPY = nn.Parameter.__deepcopy__
+
+
+def copied_whole(param: nn.Parameter, memo: dict[int, Any]) -> Any:
+    """Copy ``param`` with its value, also where ``zero.Init`` has partitioned it: then all ranks must copy it.
+
+    In DeepSpeed the value would be empty, and peft, which copies ``modules_to_save``, opens a block if it sees that.
+    """
+    state = None if id(param) in memo else state_in_init(param)
+    if state is None or state.is_whole:
+        return _DEEPCOPY(param, memo)
+    with GatheredParameters([param]):
+        return _DEEPCOPY(param, memo)
+
+
 def install() -> None:
     """Give all parameters of this process the attributes. The mode does it at ``import deepspeed``."""
+    nn.Parameter.__deepcopy__ = copied_whole  # type: ignore[method-assign]
     for name, get in {
         "ds_id": _number, "ds_status": _status, "ds_shape": _shape, "ds_numel": _numel,
         "ds_persist": _persist, "ds_tensor": _tensor,

@@ -342,7 +342,7 @@ def _is_placeholder(param: torch.Tensor, stated: torch.Tensor) -> bool:
     shown = _shown_by.get(param)
     if shown is not None and storage_key(stated) == storage_key(shown.tensor):
         return True
-    return stated.is_floating_point() and stated.numel() > 0 and bool(is_loud(stated).all())
+    return stated.is_floating_point() and stated.numel() > 0 and _reads_loud(stated)
 
 
 def _watch_state_dict(module: nn.Module) -> None:
