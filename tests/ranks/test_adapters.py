@@ -307,14 +307,14 @@ def test_an_export_is_what_peft_makes_of_it(kind: str, stage: int, world: int, p
 
 
 def save_as_openrlhf(stage: int, folder: Path) -> None:
-    """Rank 0 alone lets peft write what the module has, while it has all weights."""
+    """Peft writes what the module has on rank 0, while it has all weights."""
     engine = zerorun.initialize(adapted("patterns"), make_config(stage, precision="bf16"), topology=shared_topology())
     show_placeholders(engine)
     train(engine, 2)
     engine.export(folder / "expected")
     whole = give_values(engine)
+    engine.module.save_pretrained(folder / "found", is_main_process=whole is not None)  # on all ranks, as accelerate has it
     if whole is not None:
-        engine.module.save_pretrained(folder / "found")
         own = peft.get_peft_model_state_dict(engine.module, whole)
         torch.save(own, folder / "own.bin")
     engine.destroy()

@@ -181,12 +181,20 @@ class GatherReplacedLayerParams(GatheredBlock):
 
 
 class GivenValues:
-    """The full values that the script has got last from an engine, while it keeps them and shards have not changed."""
+    """The full values that the script has got last from an engine, while it keeps them and shards have not changed.
+
+    Only rank 0 gets them. Others have empty tensors meanwhile, as in DeepSpeed: they call ``save_pretrained()`` along with
+    it, and write nothing.
+    """
 
     def __init__(self, model: ShardedModel) -> None:
         self._model = weakref.ref(model)
         self._found: weakref.ref[Mapping[str, torch.Tensor]] = weakref.ref(OrderedDict())
-        self._fences = -1
+        self._fences = self._elsewhere = -1
+
+    def are_elsewhere(self, fences: int) -> None:
+        """Rank 0 has got them, after so many ``fences``."""
+        self._elsewhere = fences
 
     def remember(self, values: dict[str, torch.Tensor], fences: int) -> dict[str, torch.Tensor]:
         """Return ``values`` by name, as the script is to have them. They are those of after so many ``fences``."""
@@ -200,6 +208,8 @@ class GivenValues:
         What this rank keeps whole changes without a fence: its value is not known here.
         """
         model, found = self._model(), self._found()
+        if model is not None and self._elsewhere == model.comm.fences:
+            return torch.empty(0, dtype=param.dtype)
         home = None if model is None else model.homes.get(id(param))
         if model is None or found is None or home is None or home.unit.resident or self._fences != model.comm.fences:
             return None
@@ -219,7 +229,11 @@ def give_values(engine: Engine, exclude_frozen_parameters: bool = False) -> dict
     """
     found = engine.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
     model = engine.sharded_model
-    return found if found is None else _given.setdefault(model, GivenValues(model)).remember(found, model.comm.fences)
+    given = _given.setdefault(model, GivenValues(model))
+    if found is None:
+        given.are_elsewhere(model.comm.fences)
+        return None
+    return given.remember(found, model.comm.fences)
 
 
 def show_placeholders(engine: Engine) -> None:
