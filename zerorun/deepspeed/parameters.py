@@ -343,7 +343,7 @@ def copied_whole(param: nn.Parameter, memo: dict[int, Any]) -> Any:
 
 def install() -> None:
     """Give all parameters of this process the attributes. The mode does it at ``import deepspeed``."""
-    nn.Parameter.__deepcopy__ = copied_whole  # type: ignore[method-assign]
+    nn.Parameter.__deepcopy__ = copied_whole  # type: ignore[assignment,method-assign]
     for name, get in {
         "ds_id": _number, "ds_status": _status, "ds_shape": _shape, "ds_numel": _numel,
         "ds_persist": _persist, "ds_tensor": _tensor,
