@@ -695,7 +695,7 @@ def foreign_net() -> ForeignCheckpoint:
         scalars={"step": {"embed.weight": 7.0, "body.weight": 7.0, "body.bias": 5.0}},
         counters={"global_steps": 7, "micro_steps": 14, "skipped_steps": 2},
         scheduler={"last_batch_iteration": 6},
-        client_state={"epoch": 2, "curve": torch.arange(3.0), "args": argparse.Namespace(a=1)},
+        client_state={"epoch": 2, "curve": torch.arange(3.0), "args": argparse.Namespace(a=1), "counts": range(3)},
     )
 
 
@@ -719,14 +719,14 @@ def test_a_foreign_checkpoint_loads_into_an_engine(tmp_path: Path, command: Comm
     made = foreign_net()
     path = write_foreign(made, tmp_path, "global_step7")
     assert len(made.notes) == 1
-    assert "client_state.args is a argparse.Namespace" in made.notes[0]
+    assert "client_state.counts is a builtins.range" in made.notes[0]
     assert (tmp_path / "latest").read_text() == "global_step7"
     assert command("verify", tmp_path, "--all")[0] == 0
     values = {(tensor.set, tensor.name): tensor.load() for tensor in made.tensors}
     for stage in (0, 3):
         found = run_ranks(2, load_foreign, str(tmp_path), stage)[0]
         assert found["counters"] == {**made.counters, "global_samples": 28}
-        assert found["client_state"].keys() == {"epoch", "curve"}
+        assert found["client_state"].keys() == {"epoch", "curve", "args"}
         assert int(found["buffers"]["seen"]) == 9
         assert torch.equal(found["buffers"]["scale"].float(), torch.ones(3))
         for name in TRAINED:

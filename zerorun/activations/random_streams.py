@@ -6,6 +6,7 @@ first come from the default generator of the device, which has one seed on all r
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -44,7 +45,8 @@ class RandomStreams:
 
     def begin_anew(self, seed: int) -> None:
         """Let each stream begin anew by ``seed`` and its own: what differs from rank to rank still does."""
-        self._states = {name: _beginning(seed * _APART + self._seeds.get(name, 0)) for name in self._states}
+        own = {name: self._seeds.get(name, zlib.crc32(name.encode())) for name in self._states}
+        self._states = {name: _beginning(seed * _APART + own[name]) for name in own}
 
     def get_states(self) -> dict[str, torch.Tensor]:
         """Return name -> state, uint8 [bytes]."""

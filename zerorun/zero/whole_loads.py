@@ -40,13 +40,14 @@ def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, str
         else:
             _refuse_other_scales(name, own[name], weights[name])
     model.make_ready()
-    with model.half_loaded.loading("a state dict", "weights"):
+    what = "some weights" if differing.missing_keys else "weights"  # what ranks may have edited otherwise stays so
+    with model.half_loaded.loading("a state dict", what):
         for tensor, value in found:
             wider = value.is_floating_point() and value.dtype.itemsize > tensor.dtype.itemsize
             store_weight(model, model.homes[id(tensor)], value.to(model.comm.device), exactly=wider)
             for block in model.blocks:
                 block.show_new(model, tensor)
-        model.module.load_state_dict(rest, strict=False)
+        torch.nn.Module.load_state_dict(model.module, rest, strict=False)
     return differing
 
 
