@@ -17,14 +17,23 @@ _BEYOND_DATA_PARALLEL = 2718  # between the seed of a rank and that of its strea
 _mpu: Any = None
 
 
-def configure(mpu_: Any = None, *settings: Any, **named: Any) -> None:
+def configure(
+    mpu_: Any = None,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
     """Set up ``checkpoint`` as ``zerorun.checkpointing.configure`` does. ``mpu_`` tells tensor ranks apart, for seeds.
 
     None leaves that of before.
     """
     global _mpu
     _mpu = _mpu if mpu_ is None else mpu_
-    checkpointing.configure(mpu_, *settings, **named)
+    checkpointing.configure(deepspeed_config=deepspeed_config, checkpoint_in_cpu=checkpoint_in_cpu)
 
 
 def get_cuda_rng_tracker() -> RandomStreams:
