@@ -5029,6 +5029,14 @@ MUTANTS = (
         ("tests/unit/test_random_streams.py", "-k", "a_stream_each"),
     ),
     Mutant(
+        "an-error-of-one-rank-is-its-own",
+        "swallowed",
+        "zerorun/distributed/agreement.py",
+        "        if told is not None:",
+        "        if False and told is not None:",
+        ("tests/ranks/test_whole_loads.py::test_what_one_stage_refuses_changes_none",),
+    ),
+    Mutant(
         "digits-of-loaded-weights-are-lost",
         "bound",
         "zerorun/zero/whole_loads.py",

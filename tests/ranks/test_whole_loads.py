@@ -114,11 +114,15 @@ def test_each_tensor_rank_takes_its_part(stage: int, ranks: int) -> None:
     check(run_ranks(ranks, replayed_in_parts, stage, 2))
 
 
-def replayed_in_stages(stage: int) -> tuple[Any, Any, Weights, Weights, Weights]:
+def in_stages(stage: int) -> zerorun.Engine:
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8) for _ in range(4)]
     model = zerorun.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
-    engine = zerorun.initialize(model, merged(make_config(stage, optimizer="SGD", pipeline={"stages": 2}), SGD))
+    return zerorun.initialize(model, merged(make_config(stage, optimizer="SGD", pipeline={"stages": 2}), SGD))
+
+
+def replayed_in_stages(stage: int) -> tuple[Any, Any, Weights, Weights, Weights]:
+    engine = in_stages(stage)
     x = torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
 
     def take() -> float:
@@ -130,6 +134,32 @@ def replayed_in_stages(stage: int) -> tuple[Any, Any, Weights, Weights, Weights]
 @pytest.mark.parametrize("stage", (1, 3))
 def test_each_stage_takes_its_own(stage: int) -> None:
     check(run_ranks(2, replayed_in_stages, stage))
+
+
+def refused_in_stages(stage: int) -> tuple[list[str], list[str], bool]:
+    """What is said of weights that one stage alone cannot take, which names some weights lack, and whether none changed."""
+    engine, said = in_stages(stage), []
+    before = engine.state_dict()
+    other = {name: value + 1 for name, value in before.items()}
+    first, last = min(before), max(before)
+    some = {name: value for name, value in before.items() if name != last}
+    for wrong in ({**other, last: torch.zeros(3)}, {**some, first: other[first]}, {**other, "no.such": torch.ones(1)}):
+        with pytest.raises((CheckpointError, ModelError)) as caught:
+            engine.load_state_dict(wrong)
+        said.append(str(caught.value))
+    same_as_before = same(before, engine.state_dict())
+    lacking = engine.load_state_dict(some, strict=False).missing_keys
+    engine.destroy()
+    return said, [name == last for name in lacking], same_as_before
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_what_one_stage_refuses_changes_none(stage: int) -> None:
+    for rank, (said, lacking, same_as_before) in enumerate(run_ranks(2, refused_in_stages, stage)):
+        shape, lacks, besides = said
+        assert "is (3,), and not a tensor of shape (8, 8)" in shape and ("rank 1: " in shape) == (rank == 0)
+        assert "lacks '3.weight'" in lacks and "has 'no.such' besides" in besides
+        assert same_as_before and lacking == [True]
 
 
 class Normed(nn.Module):
@@ -173,6 +203,7 @@ def beside_weights(stage: int) -> dict[str, Any]:
         "besides": {**best, "other": torch.ones(2)},
         "shape": {**best, "norm.weight": torch.zeros(9)},
         "kind": {**best, "embed.weight": [1.0]},
+        "buffer": {**best, "embed.weight": best["embed.weight"] + 1, "norm.running_mean": torch.zeros(9)},
         "placeholder": {**best, "norm.bias": torch.zeros(8).as_subclass(UnsavedPlaceholder)},
     }.items():
         try:
@@ -203,6 +234,7 @@ def test_what_is_beside_weights_and_what_is_wrong(stage: int) -> None:
         assert "has 'other' besides" in told["besides"] and "strict=False" in told["besides"]
         assert "'norm.weight' is (9,), and not a tensor of shape (8,)" in told["shape"]
         assert "'embed.weight' is list" in told["kind"]
+        assert "'norm.running_mean' is (9,), and not a tensor of shape (8,)" in told["buffer"]
         assert "'norm.bias' is a placeholder" in told["placeholder"] and told["names"] == (True, False, ["other"])
         assert told["some"] == 24 and told["in a block"] == 16 and "has given its module back" in told["given back"]
 

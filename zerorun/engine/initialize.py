@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
-from .. import errors
 from ..activations.blocks import CheckpointedBlocks, Recompute
 from ..activations.checkpointing import Adopted
 from ..activations.host_pool import HostPool
@@ -24,6 +23,7 @@ from ..checkpoint.automatic import refuse_shared_directory
 from ..checkpoint.save import refuse_unsavable_states, warn_of_unsavable_buffers
 from ..config.parse import Config
 from ..data import EpochLoader
+from ..distributed.agreement import Told, agree
 from ..distributed.device import default_device, on_host
 from ..distributed.topology import Topology, limit_time
 from ..distributed.transport.coded_sum import Feedback, GradientCodes
@@ -296,33 +296,17 @@ def initialize(
 
 def _agree(check: Callable[[], T]) -> T:
     """Run ``check`` on every rank. If it fails on any rank, raise the same error on all, so that no rank waits."""
-    result: list[T] = []
-    problem: ZerorunError | None = None
-    try:
-        result.append(check())
-    except ZerorunError as error:
-        problem = error
-    if dist.get_world_size() > 1:
-        with waiting("initialize(): whether all ranks agree"):
-            found: list[Any] = gather_values((type(problem).__name__, str(problem)) if problem else None)
-        first = next((rank for rank, entry in enumerate(found) if entry is not None), None)
-        if first is not None and problem is None:
-            kind, text = found[first]
-            raise _same_error(kind, f"rank {first}: {text}")
-    if problem is not None:
-        raise problem
-    return result[0]
+    return agree(check, _gathered if dist.get_world_size() > 1 else lambda told: [told])
+
+
+def _gathered(told: Told) -> list[Told]:
+    with waiting("initialize(): whether all ranks agree"):
+        return gather_values(told)
 
 
 def _is_of_all_ranks(error: BaseException) -> bool:
     """Whether it is known that no rank goes on without ``error``, so that collectives may follow it."""
     return dist.get_world_size() == 1 or (isinstance(error, ZerorunError) and not isinstance(error, _OF_ONE_RANK))
-
-
-def _same_error(name: str, text: str) -> ZerorunError:
-    """Make an error of the class of this name in errors.py."""
-    kind = vars(errors)[name]
-    return ConfigError.saying(text) if issubclass(kind, ConfigError) else kind(text)
 
 
 def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None, group_of: dict[int, int]) -> None:
@@ -383,7 +367,7 @@ def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> N
         f"rank {rank} has another {what} than rank {first}: {theirs.strip()!r} instead of {ours.strip()!r}. "
         f"Remedy: {remedy}."
     )
-    raise _same_error("ConfigError", text) if what == "configuration" else ModelError(text)
+    raise ConfigError.saying(text) if what == "configuration" else ModelError(text)
 
 
 def _engine_for(model: nn.Module) -> type[Engine]:

@@ -436,14 +436,18 @@ def part_of_value(model: ShardedModel, home: ParameterHome, value: torch.Tensor,
     Raises ModelError, which names ``function``, if the value is not a tensor in the shape of the whole parameter: its parts
     on some ranks may fit all the same. To be called before anything is written.
     """
-    whole = _whole_shape(model, home)
-    if not isinstance(value, torch.Tensor) or tuple(value.shape) != whole:
+    refuse_other_shape(home.name, _whole_shape(model, home), value, function)
+    return model.parts.part(home.flat_group.params[home.entry], value.detach())
+
+
+def refuse_other_shape(name: str, whole: Sequence[int], value: object, function: str) -> None:
+    """Raise ModelError, which names ``function``, unless ``value`` is a tensor of the shape ``whole``."""
+    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(whole):
         given = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise ModelError(
-            f"{function}(...): the value for {home.name!r} is {given}, and not a tensor of shape {whole}. Remedy: "
-            "give the whole value, in the parameter's shape, on every rank."
+            f"{function}(...): the value for {name!r} is {given}, and not a tensor of shape {tuple(whole)}. Remedy: "
+            "give the whole value, in its shape, on every rank."
         )
-    return model.parts.part(home.flat_group.params[home.entry], value.detach())
 
 
 def trained(param: torch.Tensor, function: str) -> tuple[ShardedModel, ParameterHome, TrainedGroup]:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
+from ..distributed.agreement import agree
 from ..errors import CheckpointError
 from ..log import listed
 from ..plan.weights import inside
-from .access import part_of_value, store_weight
+from .access import part_of_value, refuse_other_shape, store_weight
 from .placeholders import UnsavedPlaceholder
 from .sharded_model import ShardedModel
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a rank is to do."""
+
+    members: list[tuple[torch.Tensor, torch.Tensor]]  # what units have, and this rank's part of what it gets
+    rest: dict[str, Any]  # buffers and extra state, by name
 
 
 def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
@@ -23,32 +33,42 @@ def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, str
 
     Masters have the digits of values that are wider than the weights; elsewhere they keep those that weights lack, where a
     weight stays the same. Raises CheckpointError for names of another model, and for weights that were quantised with other
-    scales, and ModelError for values of another shape. Nothing is changed then.
+    scales, and ModelError for values of another shape, on all ranks alike. Nothing is changed then.
     """
     own = model.runtime.guard.own_state_dict(model.module)
-    differing = _differing_names(model, own, weights)
-    if strict:
-        _refuse_other_names(differing)
-    plain = {name for name, _ in model.module.named_buffers(remove_duplicate=False)}
-    found, rest = list[tuple[torch.Tensor, torch.Tensor]](), dict[str, Any]()
-    for name in (name for name in own if name in weights):
-        members = list(_members(model, name, own[name], weights[name]))
-        if members:
-            found += members
-        elif name in plain or name.endswith(_EXTRA_STATE_KEY_SUFFIX):
-            rest[name] = weights[name]
-        else:
-            _refuse_other_scales(name, own[name], weights[name])
+    gather = model.comm.control.values
+    differing = _differing_names(own, weights, gather)
+    plan = agree(lambda: _planned(model, own, weights, differing, strict=strict), gather)
     model.make_ready()
     what = "some weights" if differing.missing_keys else "weights"  # what ranks may have edited otherwise stays so
     with model.half_loaded.loading("a state dict", what):
-        for tensor, value in found:
+        for tensor, value in plan.members:
             wider = value.is_floating_point() and value.dtype.itemsize > tensor.dtype.itemsize
             store_weight(model, model.homes[id(tensor)], value.to(model.comm.device), exactly=wider)
             for block in model.blocks:
                 block.show_new(model, tensor)
-        torch.nn.Module.load_state_dict(model.module, rest, strict=False)
+        torch.nn.Module.load_state_dict(model.module, plan.rest, strict=False)
     return differing
+
+
+def _planned(
+    model: ShardedModel, own: Mapping[str, Any], weights: Mapping[str, Any], differing: _IncompatibleKeys, *, strict: bool
+) -> _Plan:
+    if strict:
+        _refuse_other_names(differing)
+    buffers = dict(model.module.named_buffers(remove_duplicate=False))
+    plan = _Plan([], {})
+    for name in (name for name in own if name in weights):
+        members = list(_members(model, name, own[name], weights[name]))
+        if members:
+            plan.members.extend(members)
+        elif name in buffers or name.endswith(_EXTRA_STATE_KEY_SUFFIX):
+            if name in buffers:
+                refuse_other_shape(name, buffers[name].shape, weights[name], "load_state_dict")
+            plan.rest[name] = weights[name]
+        else:
+            _refuse_other_scales(name, own[name], weights[name])
+    return plan
 
 
 def _members(model: ShardedModel, name: str, own: Any, given: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -63,7 +83,7 @@ def _members(model: ShardedModel, name: str, own: Any, given: Any) -> Iterator[t
     for path, tensor in tensors.items():
         if id(tensor) in model.homes:
             value = values.get(path, given)
-            yield tensor, part_of_value(model, model.homes[id(tensor)], value, f"load_state_dict: {name}")
+            yield tensor, part_of_value(model, model.homes[id(tensor)], value, "load_state_dict")
 
 
 def _refuse_other_scales(name: str, own: Any, given: Any) -> None:
@@ -79,11 +99,15 @@ def _refuse_other_scales(name: str, own: Any, given: Any) -> None:
     )
 
 
-def _differing_names(model: ShardedModel, own: Mapping[str, Any], weights: Mapping[str, Any]) -> _IncompatibleKeys:
+def _differing_names(
+    own: Mapping[str, Any], weights: Mapping[str, Any], gather: Callable[[Any], list[Any]]
+) -> _IncompatibleKeys:
+    """Of all ranks: a pipeline stage knows its own names. A tied one is there by its other name."""
     given = {id(value) for name, value in own.items() if name in weights and isinstance(value, torch.Tensor)}
-    missing = sorted(name for name, value in own.items() if name not in weights and id(value) not in given)
-    known = {name for names in model.comm.control.values(sorted(own)) for name in names}  # of all stages
-    return _IncompatibleKeys(missing, sorted(weights.keys() - known))
+    missing = [name for name, value in own.items() if name not in weights and id(value) not in given]
+    found = gather((list(own), missing))
+    known = {name for names, _ in found for name in names}
+    return _IncompatibleKeys(sorted({name for _, names in found for name in names}), sorted(weights.keys() - known))
 
 
 def _refuse_other_names(differing: _IncompatibleKeys) -> None:
