@@ -59,6 +59,30 @@ def choose_hosts(args: argparse.Namespace, environment: Mapping[str, str]) -> tu
     return launcher, hosts
 
 
+def by_hand_with_hostfile(args: argparse.Namespace) -> argparse.Namespace:
+    """Return the options as they would be for --node-rank without a hostfile, which tells them here.
+
+    It says how many hosts there are, that the first one is node 0, and which slots this one has. Raises LaunchError if
+    there is none with this number.
+    """
+    asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
+    hosts = select(parse_hostfile(_read(args.hostfile), args.hostfile), args.include, args.exclude)
+    hosts = first_hosts(hosts, args.num_nodes, args.min_nodes)
+    if args.node_rank >= len(hosts):
+        counted = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}"
+        raise LaunchError(
+            f"--node-rank {args.node_rank}: --hostfile {args.hostfile} gives {counted}, counted from 0. Remedy: the "
+            "number of this host's line there."
+        )
+    own = hosts[args.node_rank]
+    told: dict[str, object] = {"hostfile": None, "launcher": None, "include": "", "exclude": "", "num_nodes": len(hosts)}
+    if own.slots is not None:
+        told["own_slots"] = limit_slots([own], asked)[0].slots
+    if args.master_addr is None and args.rdzv_endpoint is None:
+        told["master_addr"] = hosts[0].name
+    return argparse.Namespace(**{**vars(args), **told})
+
+
 def check_worker_word(asked: int | str, *, gpus_are_known: bool = False) -> None:
     """Refuse a number of workers that only the other hosts could tell: plans are made before they are reached."""
     if asked == "cpu" or (asked == "gpu" and not gpus_are_known):
@@ -124,6 +148,8 @@ def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[
         )
     if args.num_nodes not in (None, 1) and not by_hand(args):
         raise LaunchError(f"--num-nodes {args.num_nodes}: no hosts are given. Remedy: give --hostfile, or run in SLURM.")
+    if args.own_slots is not None:
+        return [Host("localhost", args.own_slots)]
     if not args.include and not args.exclude:
         return [Host("localhost", tuple(range(count_workers(args.nproc_per_node, environment))))]
     asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None

@@ -56,8 +56,17 @@ def _launch(args: argparse.Namespace) -> int:
         return _ask_jobs(args)
     if not args.no_config_check:
         check_config(args.target_args, in_mode=in_deepspeed_mode(args, os.environ))
-    from .chosen_hosts import by_hand, check_worker_word, choose_hosts, in_allocation, other_launchers
+    from .chosen_hosts import (
+        by_hand,
+        by_hand_with_hostfile,
+        check_worker_word,
+        choose_hosts,
+        in_allocation,
+        other_launchers,
+    )
 
+    if args.no_ssh and args.hostfile is not None:
+        args = by_hand_with_hostfile(args)
     if args.sbatch:
         if not args.standalone:
             check_worker_word(args.nproc_per_node, gpus_are_known=True)  # in the job, SLURM tells them

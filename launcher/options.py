@@ -138,7 +138,11 @@ def _add_host_options(add: Callable[..., None]) -> None:
         metavar="K",
         help="no ssh: the same command is typed on each of --nnodes hosts, with K = 0 where --master-addr is",
     )
-    add("--no-ssh", action="store_true", help="as deepspeed; --node-rank is what counts")
+    add(
+        "--no-ssh",
+        action="store_true",
+        help="with --node-rank: a hostfile says how many hosts there are, and the slots of each",
+    )
     add(
         "--secret-file",
         type=Path,
@@ -252,6 +256,7 @@ def parse_args(
         parser.error(f"unknown option {unknown[0]}. Options of the script belong after the script.")
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     args.words = argv
+    args.own_slots = None  # all that this machine has, unless a hostfile says which
     args.target, *args.target_args = command or [""]
     least, args.num_nodes = args.num_nodes
     args.min_nodes = args.min_nodes or least
@@ -260,7 +265,7 @@ def parse_args(
     if args.standalone and (others or (args.num_nodes or 1) > 1):
         others = others or f"--num-nodes {args.num_nodes}"
         parser.error(f"--standalone: this machine only, but {others} names others. Remedy: leave one of the two out.")
-    if args.node_rank is not None and others:
+    if args.node_rank is not None and others and not (args.no_ssh and args.hostfile is not None):
         what = f"--node-rank {args.node_rank}: hosts join by themselves"
         parser.error(f"{what}, but {others} names others. Remedy: leave one of the two out; --nnodes says how many join.")
     hidden = args.redirects - args.tee
@@ -275,7 +280,10 @@ def parse_args(
     if not command:
         parser.error("no script given")
     if args.no_ssh and args.node_rank is None:
-        parser.error("--no-ssh: which host is this? Remedy: on each, --node-rank K, --nnodes N and --master-addr HOST")
+        parser.error(
+            "--no-ssh: which host is this? Remedy: on each, --node-rank K, and --hostfile FILE, or --nnodes N and "
+            "--master-addr HOST"
+        )
     if args.module and args.no_python:
         parser.error("--module and --no-python exclude each other")
     if command[0] == VERIFY and not (args.module or args.no_python or os.path.exists(VERIFY)):

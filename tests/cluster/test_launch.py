@@ -167,6 +167,21 @@ def test_hosts_that_start_at_once_find_the_secret_in_a_file(
     assert not any((tmp_path / "job.secret").read_text().strip() in text for result in results for text in result)
 
 
+def test_hosts_of_a_hostfile_join_without_ssh(cluster: Cluster, tmp_path: Path, typed: list[subprocess.Popen[str]]) -> None:
+    """As accelerate starts DeepSpeed with the launcher "nossh". The first host chosen is node 0."""
+    lines = [f"{cluster[index].address} slots={count}\n" for index, count in enumerate((2, 1, 3))]
+    (tmp_path / "hosts").write_text("".join(lines))
+    for number, index in enumerate((1, 2)):
+        chosen = ["--hostfile=hosts", f"--exclude={cluster[0].address}", f"--node_rank={number}", "--no_ssh"]
+        command = ["env", "ZERORUN_JOB_SECRET=known to these hosts", *ZERORUN, *chosen, "--master_port=29400", "train.py"]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        typed.append(subprocess.Popen(cluster[index].command(command, tmp_path), **pipes))  # type: ignore[call-overload]
+    results = [job.communicate(timeout=30 * patience()) for job in typed]
+    assert [job.returncode for job in typed] == [0, 0], results
+    lines = sorted(line.rpartition("] ")[2] for line in results[0][0].splitlines())
+    assert lines == ["0 4 node1", "1 4 node2", "2 4 node2", "3 4 node2"]
+
+
 def test_a_stranger_on_the_network_gets_nothing(
     cluster: Cluster, tmp_path: Path, typed: list[subprocess.Popen[str]]
 ) -> None:

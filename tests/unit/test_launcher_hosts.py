@@ -613,6 +613,41 @@ def test_one_node_is_this_machine(folder: Path, options: tuple[str, ...]) -> Non
     assert (done.returncode, done.stdout) == (0, "0 1 127.0.0.1\n"), done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "slots", "count", "address"),
+    [
+        (["--node_rank=1"], (0, 1, 2, 3), 3, "n1"),
+        (["--node_rank=1", "--num_gpus=2"], (0, 1), 3, "n1"),
+        (["--node_rank=1", "--include=n2:1,3@n3"], (0, 1), 2, "n2"),
+        (["--node_rank=0", "--include=n2:1,3@n3"], (1, 3), 2, "n2"),
+        (["--node_rank=1", "--exclude=n1", "--master_addr=10.0.0.9"], (0, 1), 2, "10.0.0.9"),
+        (["--node_rank=0", "--num_nodes=2", "--launcher=pdsh"], (0, 1, 2, 3), 2, "n1"),
+    ],
+)
+def test_a_hostfile_tells_hosts_that_join_by_themselves(
+    folder: Path, options: list[str], slots: tuple[int, ...], count: int, address: str
+) -> None:
+    """As accelerate starts DeepSpeed with the launcher "nossh": its hosts are not reached, but they have numbers."""
+    args = chosen_hosts.by_hand_with_hostfile(
+        parse_args(build_parser(), ["--hostfile=hosts", "--no_ssh", *options, "train.py"])
+    )
+    assert (args.num_nodes, args.master_addr) == (count, address) and chosen_hosts.by_hand(args)
+    assert chosen_hosts.choose_hosts(args, {**os.environ, **SLURM}) == ("local", [Host("localhost", slots)])
+
+
+def test_a_host_that_the_hostfile_lacks_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--hostfile=hosts", "--no-ssh", "--node-rank=3", "train.py"]) == 2
+    assert "--node-rank 3: --hostfile hosts gives 3 hosts, counted from 0. Remedy: the number" in capsys.readouterr().err
+
+
+def test_a_hostfile_need_not_say_how_many_slots(folder: Path) -> None:
+    (folder / "hosts").write_text("n1\nn2 slots=3\n")
+    args = chosen_hosts.by_hand_with_hostfile(
+        parse_args(build_parser(), ["--hostfile=hosts", "--no_ssh", "--node-rank=0", "--nproc=5", "train.py"])
+    )
+    assert chosen_hosts.choose_hosts(args, os.environ)[1] == [Host("localhost", (0, 1, 2, 3, 4))]
+
+
 def test_the_deepspeed_mode_reaches_all_workers(folder: Path) -> None:
     """As a variable that is exported, together with others."""
     chosen = plan("-H", "hosts", "--as-deepspeed", "--export=LAKE=deep")
