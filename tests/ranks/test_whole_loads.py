@@ -198,14 +198,16 @@ def beside_weights(stage: int) -> dict[str, Any]:
     found = engine.state_dict()
     told["same"] = all(torch.equal(value, found[name]) for name, value in best.items() if torch.is_tensor(value))
     told["state"] = (engine.module.calls, float(engine.module.norm.num_batches_tracked))
-    for kind, given in {
+    wrong: dict[str, Any] = {
         "lacks": {name: value for name, value in best.items() if name != "norm.weight"},
         "besides": {**best, "other": torch.ones(2)},
         "shape": {**best, "norm.weight": torch.zeros(9)},
         "kind": {**best, "embed.weight": [1.0]},
         "buffer": {**best, "embed.weight": best["embed.weight"] + 1, "norm.running_mean": torch.zeros(9)},
+        "none": None if dist.get_rank() == 1 else best,
         "placeholder": {**best, "norm.bias": torch.zeros(8).as_subclass(UnsavedPlaceholder)},
-    }.items():
+    }
+    for kind, given in wrong.items():
         try:
             engine.load_state_dict(given)
         except (CheckpointError, ModelError) as error:
@@ -234,6 +236,7 @@ def test_what_is_beside_weights_and_what_is_wrong(stage: int) -> None:
         assert "has 'other' besides" in told["besides"] and "strict=False" in told["besides"]
         assert "'norm.weight' is (9,), and not a tensor of shape (8,)" in told["shape"]
         assert "'embed.weight' is list" in told["kind"]
+        assert "the weights are NoneType, and no dict" in told["none"]
         assert "'norm.running_mean' is (9,), and not a tensor of shape (8,)" in told["buffer"]
         assert "'norm.bias' is a placeholder" in told["placeholder"] and told["names"] == (True, False, ["other"])
         assert told["some"] == 24 and told["in a block"] == 16 and "has given its module back" in told["given back"]

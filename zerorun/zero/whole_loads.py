@@ -37,6 +37,7 @@ def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, str
     """
     own = model.runtime.guard.own_state_dict(model.module)
     gather = model.comm.control.values
+    agree(lambda: _refuse_other_kinds(weights), gather)
     differing = _differing_names(own, weights, gather)
     plan = agree(lambda: _planned(model, own, weights, differing, strict=strict), gather)
     model.make_ready()
@@ -49,6 +50,15 @@ def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, str
                 block.show_new(model, tensor)
         torch.nn.Module.load_state_dict(model.module, plan.rest, strict=False)
     return differing
+
+
+def _refuse_other_kinds(weights: object) -> None:
+    """Raise CheckpointError for what is no dict, such as the None that ranks have where one alone has read a file."""
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(
+            f"load_state_dict(): the weights are {type(weights).__name__}, and no dict. Nothing was loaded. Remedy: give "
+            "all ranks the same weights, for example by torch.load(file, mmap=True) on each."
+        )
 
 
 def _planned(
