@@ -9,6 +9,7 @@ import torch
 from ..activations import checkpointing
 from ..activations.random_streams import MODEL_PARALLEL, RandomStreams, device_generator, streams
 from ..zero.sharded_model import newest_topology
+from .mpu import method_of_tensor_ranks
 
 _CUDA_RNG_STATE_TRACKER = streams
 _MODEL_PARALLEL_RNG_TRACKER_NAME = MODEL_PARALLEL
@@ -53,10 +54,9 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def _tensor_rank() -> int:
-    for kind in ("tensor_model", "slice", "model"):
-        asked = getattr(_mpu, f"get_{kind}_parallel_rank", None)
-        if asked is not None:
-            return int(asked())
+    asked = method_of_tensor_ranks(_mpu, "rank")
+    if asked is not None:
+        return int(asked())
     topology = newest_topology()
     return 0 if topology is None else topology.tensor_rank
 

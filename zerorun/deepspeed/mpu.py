@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -148,3 +149,15 @@ def _opened(topology: ProcessTopology) -> Topology:
 def group_along(topology: Topology, axis: str) -> dist.ProcessGroup:
     """The process group of the ranks along ``axis``; this rank alone if it is the only one. All make the first call."""
     return topology.group(axis) if topology.size(axis) > 1 else topology.own_group()
+
+
+def method_of_tensor_ranks(mpu: Any, question: str) -> Callable[[], Any] | None:
+    """What an mpu of any kind says of the ranks that divide each layer: ``question`` is "rank", "world_size" or "group".
+
+    None if it says nothing. Where it only knows "model parallel" ranks, there are no pipeline stages among them.
+    """
+    for kind in ("tensor_model", "slice", "model"):
+        found: Callable[[], Any] | None = getattr(mpu, f"get_{kind}_parallel_{question}", None)
+        if found is not None:
+            return found
+    return None

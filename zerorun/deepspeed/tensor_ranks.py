@@ -22,6 +22,7 @@ from ..config.source import read_source
 from ..distributed.tensor_shard import has_marked_parts
 from ..errors import ConfigError, ConfigProblem, TopologyError
 from ..log import info_once
+from .mpu import method_of_tensor_ranks
 from .sequence_ranks import divides_in_evaluation
 
 _TRAIN = "train_batch_size"
@@ -145,19 +146,18 @@ def _merged(source: Any, wish: _Wish) -> Any:
 
 def _check_parts(mpu: Any, model: nn.Module, size: int) -> None:
     """Raise TopologyError if ranks have parts of the model in another way than zerorun divides it."""
-    kind = "tensor_model" if hasattr(mpu, "get_tensor_model_parallel_world_size") else "model"
-    asked = getattr(mpu, f"get_{kind}_parallel_world_size", None)
+    asked, group = (method_of_tensor_ranks(mpu, question) for question in ("world_size", "group"))
     found = 1 if asked is None else asked()
     marked = has_marked_parts(model)
     if found == 1 and not (marked and asked is None):  # Megatron marks the layers of one rank, too, which are whole
         return
-    if found != size or marked:
+    if found != size or marked or group is None:
         raise TopologyError(
             "the mpu given to initialize() says that ranks have parts of each layer in a way of its own. zerorun has to "
             "divide layers itself: parts do not tell what whole layers a checkpoint has to have, nor which gradients count "
             'once. Remedy: pass the whole model, and set "tensor_parallel": {"autotp_size": N} in the configuration.'
         )
-    _require_neighbours(getattr(mpu, f"get_{kind}_parallel_group")(), size, "the mpu given to initialize()")
+    _require_neighbours(group(), size, "the mpu given to initialize()")
 
 
 def _require_neighbours(group: dist.ProcessGroup, size: int, what: str) -> None:
