@@ -82,6 +82,19 @@ def test_a_module_has_one_engine_at_a_time(stage: int, how: str) -> None:
             assert word in text
 
 
+def second_engine_of_stages() -> tuple[str, str]:
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    model = zerorun.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss)
+    zerorun.initialize(model, make_config(1, pipeline={"stages": 2}))  # and is dropped
+    return attempt(lambda: zerorun.initialize(model, make_config(1, pipeline={"stages": 2})))
+
+
+def test_a_pipeline_whose_engine_nobody_has_is_refused() -> None:
+    """Other stages may still wait for what it has begun. Nobody can destroy it any more, so it is not asked for."""
+    for kind, text in run_ranks(2, second_engine_of_stages):
+        assert kind == "ModelError" and "has dropped" in text and "Remedy: build the model anew; or keep the engine" in text
+
+
 RATES = (0.01, 0.03)
 
 

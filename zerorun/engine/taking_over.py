@@ -25,6 +25,7 @@ def taking_over(module: nn.Module, make: Callable[[], T], *, untrained: bool = F
         return make()
     except ModelError:
         if not _given_back(module, untrained=untrained):
+            _refuse_dropped_pipeline(module)
             raise
     return make()
 
@@ -53,3 +54,15 @@ def _is_free(model: ShardedModel, *, untrained: bool) -> bool:
     if model.comm.topology.pipe > 1:  # its last batch may have failed on the way, so that other stages still wait
         return False
     return owner.is_gone() or (untrained and not owner.has_trained())
+
+
+def _refuse_dropped_pipeline(module: nn.Module) -> None:
+    """Raise ModelError if ``module`` has an engine of pipeline stages that nobody can call ``destroy()`` of any more."""
+    for model in models_in(module) if isinstance(module, nn.Module) else []:
+        owner = model.ownership.owner
+        if owner is not None and owner.is_gone() and model.comm.topology.pipe > 1:
+            raise ModelError(
+                "the model belongs to an engine of pipeline stages that the script has dropped, and whose last batch may "
+                "be unfinished on other stages. Remedy: build the model anew; or keep the engine, and call its destroy() "
+                "on all ranks before."
+            ) from None
