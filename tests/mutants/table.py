@@ -2875,9 +2875,9 @@ MUTANTS = (
     Mutant(
         "the-local-size-decides-on-8-bits",
         "rank",
-        "zerorun/engine/initialize.py",
-        "        optimizer.formats.update({piece.tensor: piece.format for piece in pieces})",
-        "        pass",
+        "zerorun/startup/optimizer_on_pieces.py",
+        "    optimizer.formats.update({piece.tensor: piece.format for piece in pieces})",
+        "    pass",
         ("tests/ranks/test_states_in_8_bits.py", "-k", "ao_4912"),
     ),
     Mutant(
@@ -4000,8 +4000,8 @@ MUTANTS = (
         "groups-from-outside-are-stepped",
         "swallowed",
         "zerorun/engine/initialize.py",
-        "            sharded.give_methods(zero_grad=zero_grad_beside(accumulation), add_param_group=refuse_new_group)",
-        "            sharded.give_methods(zero_grad=zero_grad_beside(accumulation))",
+        "        sharded.give_methods(zero_grad=zero_grad_beside(built.accumulation), add_param_group=refuse_new_group)",
+        "        sharded.give_methods(zero_grad=zero_grad_beside(built.accumulation))",
         ("tests/ranks/test_clients_optimizer.py", "-k", "added_later"),
     ),
     Mutant(
@@ -4328,7 +4328,7 @@ MUTANTS = (
         "values-of-other-shapes-are-taken",
         "stale",
         "zerorun/zero/access.py",
-        "    if not isinstance(value, torch.Tensor) or tuple(value.shape) != whole:",
+        "    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(whole):",
         "    if not isinstance(value, torch.Tensor):",
         ("tests/ranks/test_gradients.py", "-k", "other_shapes"),
     ),
@@ -4511,9 +4511,9 @@ MUTANTS = (
     Mutant(
         "overrides-of-parameters-are-lost",
         "stale",
-        "zerorun/engine/initialize.py",
-        "        give_overrides(optimizer, {tensor: overrides[owner] for tensor, owner in owners.items() if owner in overrides})",
-        "        give_overrides(optimizer, {})",
+        "zerorun/startup/optimizer_on_pieces.py",
+        "    give_overrides(optimizer, {tensor: overrides[owner] for tensor, owner in owners.items() if owner in overrides})",
+        "    give_overrides(optimizer, {})",
         ("tests/ranks/test_low_bit_states.py", "-k", "overrides_of_single"),
     ),
     Mutant(
@@ -5024,8 +5024,8 @@ MUTANTS = (
         "streams-of-tensor-ranks-are-alike",
         "rank",
         "zerorun/deepspeed/checkpointing_names.py",
-        "            return int(asked())",
-        "            return 0",
+        "        return int(asked())",
+        "        return 0",
         ("tests/unit/test_random_streams.py", "-k", "a_stream_each"),
     ),
     Mutant(

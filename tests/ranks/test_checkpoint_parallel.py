@@ -97,12 +97,12 @@ def topology_of(cell: Cell) -> zerorun.Topology:
 @contextmanager
 def different_models() -> Iterator[None]:
     """initialize() takes other modules on other ranks, as it does of pipelines."""
-    compare, initialize._compare_ranks = initialize._compare_ranks, lambda *unused: None
+    compare, initialize.compare_ranks = initialize.compare_ranks, lambda *unused: None
     cut, initialize.cut = initialize.cut, lambda model, *unused: model  # they are stages already
     try:
         yield
     finally:
-        initialize._compare_ranks, initialize.cut = compare, cut
+        initialize.compare_ranks, initialize.cut = compare, cut
 
 
 def make_engine(cell: Cell, seed: int, *, frozen: bool = False, model: nn.Module | None = None) -> zerorun.Engine:

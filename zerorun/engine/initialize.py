@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
 from pathlib import Path
@@ -31,20 +31,15 @@ from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.process_group import init_distributed
 from ..distributed.transport.world import gather_values
 from ..distributed.waits import waiting
-from ..errors import ConfigError, MessageError, ModelError, OrderError, SwapError, ZerorunError
+from ..errors import ConfigError, MessageError, OrderError, SwapError, ZerorunError
 from ..log import info_once, setup_logging
 from ..memory.fitting import Fitting
 from ..monitors.breakdown import TimedModel
 from ..monitors.monitor import refuse_missing_libraries
 from ..monitors.observer import RunObserver
-from ..ops.rounding import MasterFormat
 from ..ops.single_pass import SinglePassOptimizer
 from ..optim.loss_scaler import LossScaler
 from ..optim.lr_schedules import build_schedule
-from ..optim.muon import Muon
-from ..optim.needs import give_overrides, overrides_of
-from ..optim.optimizers import build_optimizer, split_state, watched
-from ..optim.parts import PartsOptimizer
 from ..optim.requested import OptimizerAsGiven, RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
 from ..plan.make import buffer_dtype, make_plan, secondary_partition, wire_dtype
@@ -59,7 +54,6 @@ from ..plan.weights import (
     keep_packing,
     packed_buffers,
     refuse_elsewhere,
-    sums_of_scales,
 )
 from ..startup.float8 import Float8Layers, described, float8_layers
 from ..startup.inputs import (
@@ -73,25 +67,24 @@ from ..startup.inputs import (
     take_in,
 )
 from ..startup.job_topology import topology_of_job
-from ..startup.parallelize import cut, divide, divide_sequences, is_part, plan_experts, plan_layers, plan_sequences
+from ..startup.optimizer_on_pieces import shard_optimizer
+from ..startup.parallelize import cut, divide, divide_sequences, plan_experts, plan_layers, plan_sequences
 from ..startup.parallelized_model import ParallelizedModel
+from ..startup.same_model import compare_ranks
 from ..startup.shared_memory import refuse_shared_memory
 from ..watch.board import Phase, board, during, limit_waits
 from ..zero.builder import build, map_shards
-from ..zero.disks import open_disk
+from ..zero.disks import Disk, open_disk
 from ..zero.gathered_parameters import refuse_open_blocks
-from ..zero.init import partitioned, partitioned_as, refuse_overwritten, settle
+from ..zero.init import partitioned, refuse_overwritten, settle
 from ..zero.leaf_modules import mark_chosen
-from ..zero.matrix_updates import MatrixUpdates
 from ..zero.offload.host_memory import keep_freed
 from ..zero.outside_step import OutsideStep
-from ..zero.part_sums import PartSums
-from ..zero.pieces import OptimizerPiece, build_pieces
 from ..zero.runtime import Removable, Runtime, refuse_managed
 from ..zero.sharded_model import ShardedModel, refuse_shared_parameters
-from ..zero.sharded_optimizer import PiecesInFp32, ShardedOptimizer, refuse_new_group
+from ..zero.sharded_optimizer import ShardedOptimizer, refuse_new_group
 from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
-from ..zero.unit import Unit, links_of
+from ..zero.unit import Unit
 from .accumulation import Accumulation, ModuleZeroGrad, zero_grad_beside
 from .compilation import show_compilation
 from .engine import Engine, give_back, let_go
@@ -156,25 +149,92 @@ def initialize(
         topology = model.topology()
     device = default_device()
     init_distributed(device)
-    given = (optimizer, model_parameters, dist.get_world_size(), topology, lr_scheduler is not None)
+    script = _Script(optimizer, model_parameters, lr_scheduler, training_data, collate_fn, topology, engine_class)
+    wanted, raw, in_fp8 = _read(model, config, args, script, device)
+    prepared = _prepared(model, wanted, raw, in_fp8, script, device)
+    engine = _engine_of(prepared, _built(prepared), script)
+    _note_batch_norm(prepared.model, prepared.topology)
+    for note in wanted.notes:
+        info_once(f"{note.key}: {note.reason}")
+    return engine
+
+
+@dataclass(frozen=True)
+class _Script:
+    """What the script has given besides the model and the configuration, see ``initialize``."""
+
+    optimizer: OptimizerLike | None
+    model_parameters: Iterable[Any] | None
+    lr_scheduler: Any
+    training_data: Any
+    collate_fn: Callable[[list[Any]], Any] | None
+    topology: Topology | None
+    engine_class: Callable[[type[Engine]], type[Engine]] | None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A model whose layers are divided, and the plan for what this rank has of it. None of it has been moved."""
+
+    model: nn.Module  # with the layers of this rank's pipeline stage
+    device: torch.device
+    config: Config
+    raw: RawOptimizer
+    topology: Topology
+    owns_topology: bool
+    comm: Communicator
+    parallelized: ParallelizedModel
+    unsettled: list[nn.Parameter]  # made in ``zero.Init``
+    plan: ShardingPlan
+    plan_without_mapping: Callable[[], ShardingPlan]
+    disk: Disk | None
+    observer: RunObserver | None
+
+
+# -- checks ------------------------------------------------------------------------------------------------------
+
+
+def _agree(check: Callable[[], T]) -> T:
+    """Run ``check`` on every rank. If it fails on any rank, raise the same error on all, so that no rank waits."""
+    return agree(check, _gathered if dist.get_world_size() > 1 else lambda told: [told])
+
+
+def _gathered(told: Told) -> list[Told]:
+    with waiting("initialize(): whether all ranks agree"):
+        return gather_values(told)
+
+
+def _is_of_all_ranks(error: BaseException) -> bool:
+    """Whether it is known that no rank goes on without ``error``, so that collectives may follow it."""
+    return dist.get_world_size() == 1 or (isinstance(error, ZerorunError) and not isinstance(error, _OF_ONE_RANK))
+
+
+# -- what is wanted, and whether it can be had ---------------------------------------------------------------------
+
+
+def _read(
+    model: nn.Module, config: Any, args: Any, script: _Script, device: torch.device
+) -> tuple[Config, RawOptimizer, Any]:
+    """Return (configuration, what is asked of the optimizer, layers that multiply in fp8), on which all ranks agree."""
 
     def read() -> tuple[Config, RawOptimizer]:
         if isinstance(model, nn.Module):
             refuse_managed(model)
             refuse_shared_parameters(model)
             refuse_open_blocks(model)
-        return take_in(model, config, args, *given)
+        given = (script.optimizer, script.model_parameters, dist.get_world_size(), script.topology)
+        return take_in(model, config, args, *given, script.lr_scheduler is not None)
 
     wanted, raw = taking_over(model, lambda: _agree(read))
-    _compare_ranks(model, wanted, topology, raw.group_of)
+    compare_ranks(model, wanted, script.topology, raw.group_of)
 
     def refuse() -> Any:
         limit_waits(wanted.hang_timeout_s)
         refuse_overwritten(model)
         refuse_elsewhere(model, device)
         refuse_shared_memory(model, raw.group_of.keys())
-        refuse_unusable_extras(raw, lr_scheduler, training_data)
-        refuse_settings_of_a_loader(wanted, training_data, collate_fn)
+        refuse_unusable_extras(raw, script.lr_scheduler, script.training_data)
+        refuse_settings_of_a_loader(wanted, script.training_data, script.collate_fn)
         refuse_unsavable_states(raw)
         warn_of_unsavable_buffers(model)
         refuse_shared_directory(wanted.checkpoint.dir)
@@ -183,9 +243,14 @@ def initialize(
         return in_fp8, described(model, wanted.fp8, in_fp8, device.type)
 
     in_fp8, note = _agree(refuse)
-    wanted = wanted.noting(note, *loader_notes(wanted, training_data))
-    settings = wanted.zero_optimization
-    planned, unsettled = topology or topology_of_job(wanted), partitioned(model)
+    return wanted.noting(note, *loader_notes(wanted, script.training_data)), raw, in_fp8
+
+
+def _prepared(
+    model: nn.Module, wanted: Config, raw: RawOptimizer, in_fp8: Any, script: _Script, device: torch.device
+) -> _Prepared:
+    """Divide the model over pipeline stages and in its layers, and plan the rest. If it fails, the model is as before."""
+    planned, unsettled = script.topology or topology_of_job(wanted), partitioned(model)
     owns_topology = planned.mesh is None
 
     def look() -> Any:
@@ -208,10 +273,10 @@ def initialize(
         multiplying.count_tokens(model)
         secondary = secondary_partition(wanted, topology)
         comm = Communicator(topology, device, wire_dtype(wanted), parallelized.model_axes, secondary)
-        mark_chosen(model, settings.leaf_module)
-        planned_for = partial(make_plan, model, wanted, raw, topology, comm.transport, device.type)
-        planned_for = partial(planned_for, replication_of=parallelized.replication_of)
-        plan = _agree(planned_for)
+        mark_chosen(model, wanted.zero_optimization.leaf_module)
+        make = partial(make_plan, model, wanted, raw, topology, comm.transport, device.type)
+        make = partial(make, replication_of=parallelized.replication_of)
+        plan = _agree(make)
         _check_memory(Fitting(model, wanted, raw, plan, device, replication_of=parallelized.replication_of), comm)
         disk = open_disk(plan.disk, wanted, _agree)
         observer = _agree(lambda: RunObserver.make(wanted, topology, device))
@@ -222,49 +287,88 @@ def initialize(
                 _agree(lambda: None)  # others may still be taking what this rank has sent through the groups
             topology.close()
         raise
-    divided = unsettled if topology.size("model") > 1 else [p for p in unsettled if id(p) in parallelized.shards]
-    settle(divided, model, parallelized.part)
+    return _Prepared(
+        model=model,
+        device=device,
+        config=wanted,
+        raw=raw,
+        topology=topology,
+        owns_topology=owns_topology,
+        comm=comm,
+        parallelized=parallelized,
+        unsettled=unsettled,
+        plan=plan,
+        plan_without_mapping=partial(make, maps_shards=False),
+        disk=disk,
+        observer=observer,
+    )
+
+
+# -- assembly ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Built:
+    """What runs a model whose parameters are in flat buffers."""
+
+    runtime: Runtime
+    accumulation: Accumulation
+    scaler: LossScaler
+
+
+def _built(prepared: _Prepared) -> _Built:
+    """Move parameters into flat buffers and buffers to the device, both with rank 0's values."""
+    model, wanted, device, comm, plan = prepared.model, prepared.config, prepared.device, prepared.comm, prepared.plan
+    unsettled, shards = prepared.unsettled, prepared.parallelized.shards
+    divided = unsettled if prepared.topology.size("model") > 1 else [p for p in unsettled if id(p) in shards]
+    settle(divided, model, prepared.parallelized.part)
     _move_buffers(model, device, comm, partial(buffer_dtype, wanted))
     if on_host(device):
         keep_freed()
     mapping = map_shards(plan, comm)
     if mapping is None:
-        plan = planned_for(maps_shards=False)
+        plan = prepared.plan_without_mapping()
+    settings = wanted.zero_optimization
     pinned = settings.offload_optimizer.pin_memory and settings.offload_param.pin_memory
-    made = build(plan, model, comm, pinned=pinned, mapping=mapping, disk=disk)
+    made = build(plan, model, comm, pinned=pinned, mapping=mapping, disk=prepared.disk)
     _settle_apart(model, made.units, comm)
     scaler = LossScaler.of(wanted)
     accumulation = Accumulation(wanted, comm, scaler)
-    backwards = accumulation if observer is None else observer.watching(comm, accumulation)
+    backwards = accumulation if prepared.observer is None else prepared.observer.watching(comm, accumulation)
     feedback = _feedback(wanted, accumulation, scaler)
     if feedback is not None and not any(hop.feeds_back for hop in plan.hops):
         info_once("zeropp_loco_param has no effect: no gradient is sent in codes between hosts.")
-    coding = GradientCodes(plan.hops, wanted.seed or 0, topology.rank, lambda: accumulation.micro_steps, feedback)
+    coding = GradientCodes(plan.hops, wanted.seed or 0, comm.topology.rank, lambda: accumulation.micro_steps, feedback)
     runtime = Runtime(model, plan, made, comm, backwards, coding)
-    refuses = not settings.ignore_unused_parameters
-    given_optimizer = OptimizerAsGiven(raw.optimizer) if raw.optimizer is not None else None
+    return _Built(runtime, accumulation, scaler)
+
+
+def _engine_of(prepared: _Prepared, built: _Built, script: _Script) -> Engine:
+    """Return the engine. If that fails on all ranks alike, the module and the optimizer are as they were given."""
+    model, wanted, comm = prepared.model, prepared.config, prepared.comm
+    runtime, accumulation, observer = built.runtime, built.accumulation, prepared.observer
     kept_as = ShardedModel if comm.statistics.watch is None else TimedModel
-    sharded_model, engine, made_as = None, None, _engine_for(model)
-    if engine_class is not None:
-        made_as = engine_class(made_as)
+    given_optimizer = OptimizerAsGiven(prepared.raw.optimizer) if prepared.raw.optimizer is not None else None
+    made_as = _engine_for(model)
+    if script.engine_class is not None:
+        made_as = script.engine_class(made_as)
+    sharded_model, engine = None, None
     try:
-        sharded = _shard_optimizer(raw, plan, made.units, comm, parallelized.copies, refuse_unused=refuses)
-        if sharded is not None:
-            sharded.give_methods(zero_grad=zero_grad_beside(accumulation), add_param_group=refuse_new_group)
-        sharded_model = kept_as(runtime, sharded, parallelized, accumulation.gradient_factor)
-        runtime.keep(_changes(sharded_model, wanted, device))
+        sharded = _optimizer_of(prepared, built)
+        sharded_model = kept_as(runtime, sharded, prepared.parallelized, accumulation.gradient_factor)
+        runtime.keep(_changes(sharded_model, wanted, prepared.device))
         runtime.keep(observer.attached_to(model) if observer is not None else ())
         engine = made_as(
             model,
             wanted,
-            topology,
+            prepared.topology,
             sharded_model,
             accumulation,
-            scaler,
-            _scheduler(wanted, lr_scheduler, sharded),
-            _loader(wanted, training_data, collate_fn, topology),
+            built.scaler,
+            _scheduler(wanted, script.lr_scheduler, sharded),
+            _loader(wanted, script.training_data, script.collate_fn, prepared.topology),
             observer,
-            owns_topology=owns_topology,
+            owns_topology=prepared.owns_topology,
         )
         if sharded is not None:
             runtime.keep([ModuleZeroGrad(model, accumulation, weakref.WeakMethod(engine.zero_grad))])
@@ -275,99 +379,17 @@ def initialize(
         engine.begin_saving()
         engine.announce()
     except BaseException as error:
-        taken = sharded_model or kept_as(runtime, None, parallelized, accumulation.gradient_factor)
+        taken = sharded_model or kept_as(runtime, None, prepared.parallelized, accumulation.gradient_factor)
         if _is_of_all_ranks(error) and not taken.half_loaded.has("weights"):
             if engine is not None:
                 engine.give_back(exact=True, as_given=True)
             else:
-                own = topology if owns_topology else None
+                own = prepared.topology if prepared.owns_topology else None
                 give_back(taken, own, partial(let_go, taken, observer, {}), exact=True, as_given=True)
             if given_optimizer is not None:
                 given_optimizer.put_back()
         raise
-    _note_batch_norm(model, topology)
-    for note in wanted.notes:
-        info_once(f"{note.key}: {note.reason}")
     return engine
-
-
-# -- checks ------------------------------------------------------------------------------------------------------
-
-
-def _agree(check: Callable[[], T]) -> T:
-    """Run ``check`` on every rank. If it fails on any rank, raise the same error on all, so that no rank waits."""
-    return agree(check, _gathered if dist.get_world_size() > 1 else lambda told: [told])
-
-
-def _gathered(told: Told) -> list[Told]:
-    with waiting("initialize(): whether all ranks agree"):
-        return gather_values(told)
-
-
-def _is_of_all_ranks(error: BaseException) -> bool:
-    """Whether it is known that no rank goes on without ``error``, so that collectives may follow it."""
-    return dist.get_world_size() == 1 or (isinstance(error, ZerorunError) and not isinstance(error, _OF_ONE_RANK))
-
-
-def _compare_ranks(model: nn.Module, config: Config, topology: Topology | None, group_of: dict[int, int]) -> None:
-    """Raise, on all ranks alike, if a rank has another configuration than rank 0, or another model than it should.
-
-    A whole model must be the same on all ranks, and a part the same on all ranks that have this part. The parameter groups
-    must agree as well, and so must the order in which ``Init`` made the parameters, because values were sent in this order.
-    """
-    if dist.get_world_size() == 1:
-        return
-    degrees = {"pipe": config.pipeline.stages, "tensor": config.tensor_parallel.size}
-    planned = topology or Topology.plan(dist.get_world_size(), dist.get_rank(), **degrees)
-    first = planned.ranks_along("data")[0] if is_part(model) else 0
-    described = [*_described(model, group_of)]
-    described += sums_of_scales(model)  # scales are not overwritten, while packed weights become those of rank 0
-    bounds = list(model.partitions()) if isinstance(model, Pipelined) else []
-    mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first, bounds)
-    with waiting("initialize(): whether all ranks build the same model"):
-        found: list[Any] = gather_values(mine)
-    for rank, theirs in enumerate(found):
-        if theirs[0] != found[0][0]:
-            _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")
-        if theirs[3] != found[0][3]:
-            raise ModelError(_other_cut(rank, theirs[3], found[0][3]))
-        if theirs[1] != found[theirs[2]][1]:
-            _explain_difference(described, rank, theirs[2], "model")
-
-
-def _other_cut(rank: int, theirs: list[int], ours: list[int]) -> str:
-    """Say how rank ``rank`` cuts a pipeline, at the bounds ``theirs``, and what to do. ``ours``: those of rank 0."""
-    if theirs[-1:] != ours[-1:]:
-        count, other = ([*bounds[-1:], 0][0] for bounds in (theirs, ours))
-        return f"rank {rank} builds a pipeline of {count} layers, and rank 0 one of {other}. Remedy: build the same model."
-    return (
-        f"rank {rank} cuts the pipeline's layers at {theirs}, and rank 0 at {ours}. Remedy: pass the same "
-        "partition_method on all ranks; measured times differ, so broadcast those of rank 0."
-    )
-
-
-def _described(model: nn.Module, group_of: dict[int, int]) -> Iterator[str]:
-    for name, param in model.named_parameters():
-        group = f", group {group_of[id(param)]} of the optimizer" if id(param) in group_of else ""
-        number = partitioned_as(param)
-        made = f", number {number} in zerorun.zero.Init" if number is not None else ""
-        yield f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}{group}{made}"
-    for name, buffer in sorted(model.named_buffers(remove_duplicate=False)):
-        yield f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
-
-
-def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> None:
-    found = gather_values(lines)
-    pairs = zip([*found[first], "(nothing)"], [*found[rank], "(nothing)"], strict=False)
-    ours, theirs = next(((a, b) for a, b in pairs if a != b), ("", ""))
-    remedy = f"build the same {what} on every rank"
-    if what == "model":
-        remedy += ", in the same order (that of a set differs between ranks), and give its optimizer the same groups"
-    text = (
-        f"rank {rank} has another {what} than rank {first}: {theirs.strip()!r} instead of {ours.strip()!r}. "
-        f"Remedy: {remedy}."
-    )
-    raise ConfigError.saying(text) if what == "configuration" else ModelError(text)
 
 
 def _engine_for(model: nn.Module) -> type[Engine]:
@@ -378,7 +400,13 @@ def _engine_for(model: nn.Module) -> type[Engine]:
     return PipelineEngine
 
 
-# -- assembly ----------------------------------------------------------------------------------------------------
+def _optimizer_of(prepared: _Prepared, built: _Built) -> ShardedOptimizer | None:
+    refuses, copies = not prepared.config.zero_optimization.ignore_unused_parameters, prepared.parallelized.copies
+    plan, units = built.runtime.plan, built.runtime.units
+    sharded = shard_optimizer(prepared.raw, plan, units, prepared.comm, copies, refuse_unused=refuses)
+    if sharded is not None:
+        sharded.give_methods(zero_grad=zero_grad_beside(built.accumulation), add_param_group=refuse_new_group)
+    return sharded
 
 
 def _feedback(config: Config, accumulation: Accumulation, scaler: LossScaler) -> Feedback | None:
@@ -426,66 +454,6 @@ def _settle_apart(model: nn.Module, units: list[Unit], comm: Communicator) -> No
             comm.control.data_broadcast(memory, 0, "initial parameters")
             if not inner.is_contiguous():
                 inner.copy_(memory.view(inner.dtype).view(inner.shape))
-
-
-def _shard_optimizer(
-    raw: RawOptimizer,
-    plan: ShardingPlan,
-    units: list[Unit],
-    comm: Communicator,
-    copies: Mapping[str, str],
-    *,
-    refuse_unused: bool,
-) -> ShardedOptimizer | None:
-    if not raw.groups:
-        return None
-    pieces = build_pieces(units, whole=raw.whole, parts=plan.by_parts)
-    members: list[list[OptimizerPiece]] = [[] for _ in raw.groups]
-    for piece in pieces:
-        members[piece.group].append(piece)
-    if raw.optimizer is not None:
-        overrides = overrides_of(raw.optimizer)
-        for group, owned in zip(raw.optimizer.param_groups, members, strict=True):
-            group["params"] = [piece.tensor for piece in owned]
-        optimizer = raw.optimizer
-        owners = {piece.tensor: id(piece.flat_group.params[piece.runs[0].entry]) for piece in pieces if overrides}
-        give_overrides(optimizer, {tensor: overrides[owner] for tensor, owner in owners.items() if owner in overrides})
-        optimizer.state.clear()  # Adagrad has some of whole parameters, and makes them anew
-    else:
-        groups = [
-            {**group, "params": [piece.tensor for piece in owned]} for group, owned in zip(raw.groups, members, strict=True)
-        ]
-        optimizer = build_optimizer(raw.name, raw.params, groups)
-    if isinstance(optimizer, PartsOptimizer) and plan.by_parts:
-        number = {part.name: index for index, part in enumerate(plan.parts)}
-        places = {piece.tensor: number[piece.flat_group.names[piece.runs[0].entry]] for piece in pieces}
-        optimizer.take_parts(plan.parts, places, PartSums(plan, comm))
-    if isinstance(optimizer, SinglePassOptimizer):
-        optimizer.formats.update({piece.tensor: piece.format for piece in pieces})
-        optimizer.rests.update({piece.tensor: rest for piece in pieces if (rest := piece.rest) is not None})
-        if raw.seed is not None:
-            optimizer.origins.update({piece.tensor: piece.origins(copies, raw.seed) for piece in pieces})
-        link = next((link for link in links_of(units) if link.store is not None), None)
-        if link is not None:
-            optimizer.state_home = link.home
-    matrices = None
-    if plan.matrices is not None and isinstance(optimizer, Muon):
-        matrices = MatrixUpdates(plan, plan.matrices, optimizer, units, comm.stage())
-    in_fp32 = None
-    if not isinstance(optimizer, SinglePassOptimizer) and (raw.formats or raw.master is not MasterFormat.FP32):
-        cuts, seed = not (raw.whole or plan.by_parts), raw.seed
-        in_fp32 = PiecesInFp32(optimizer, lambda piece: () if seed is None else piece.origins(copies, seed), cuts=cuts)
-    return ShardedOptimizer(
-        optimizer,
-        pieces,
-        units,
-        comm,
-        split_state,
-        refuse_unused=refuse_unused,
-        matrices=matrices,
-        in_fp32=in_fp32,
-        watched=watched(optimizer, raw.divided_for),
-    )
 
 
 def _scheduler(config: Config, client: Any, sharded: ShardedOptimizer | None) -> Any:

@@ -1,0 +1,81 @@
+"""Whether all ranks build the same model, by the same configuration: what differs is told before any of it is moved."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..config.parse import Config
+from ..distributed.topology import Topology
+from ..distributed.transport.world import gather_values
+from ..distributed.waits import waiting
+from ..errors import ConfigError, ModelError
+from ..pipeline.pipelined import Pipelined
+from ..plan.weights import sums_of_scales
+from ..zero.init import partitioned_as
+from .parallelize import is_part
+
+
+def compare_ranks(model: nn.Module, config: Config, topology: Topology | None, group_of: dict[int, int]) -> None:
+    """Raise, on all ranks alike, if a rank has another configuration than rank 0, or another model than it should.
+
+    A whole model must be the same on all ranks, and a part the same on all ranks that have this part. The parameter groups
+    must agree as well, and so must the order in which ``Init`` made the parameters, because values were sent in this order.
+    """
+    if dist.get_world_size() == 1:
+        return
+    degrees = {"pipe": config.pipeline.stages, "tensor": config.tensor_parallel.size}
+    planned = topology or Topology.plan(dist.get_world_size(), dist.get_rank(), **degrees)
+    first = planned.ranks_along("data")[0] if is_part(model) else 0
+    described = [*_described(model, group_of)]
+    described += sums_of_scales(model)  # scales are not overwritten, while packed weights become those of rank 0
+    bounds = list(model.partitions()) if isinstance(model, Pipelined) else []
+    mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first, bounds)
+    with waiting("initialize(): whether all ranks build the same model"):
+        found: list[Any] = gather_values(mine)
+    for rank, theirs in enumerate(found):
+        if theirs[0] != found[0][0]:
+            _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")
+        if theirs[3] != found[0][3]:
+            raise ModelError(_other_cut(rank, theirs[3], found[0][3]))
+        if theirs[1] != found[theirs[2]][1]:
+            _explain_difference(described, rank, theirs[2], "model")
+
+
+def _other_cut(rank: int, theirs: list[int], ours: list[int]) -> str:
+    """Say how rank ``rank`` cuts a pipeline, at the bounds ``theirs``, and what to do. ``ours``: those of rank 0."""
+    if theirs[-1:] != ours[-1:]:
+        count, other = ([*bounds[-1:], 0][0] for bounds in (theirs, ours))
+        return f"rank {rank} builds a pipeline of {count} layers, and rank 0 one of {other}. Remedy: build the same model."
+    return (
+        f"rank {rank} cuts the pipeline's layers at {theirs}, and rank 0 at {ours}. Remedy: pass the same "
+        "partition_method on all ranks; measured times differ, so broadcast those of rank 0."
+    )
+
+
+def _described(model: nn.Module, group_of: dict[int, int]) -> Iterator[str]:
+    for name, param in model.named_parameters():
+        group = f", group {group_of[id(param)]} of the optimizer" if id(param) in group_of else ""
+        number = partitioned_as(param)
+        made = f", number {number} in zerorun.zero.Init" if number is not None else ""
+        yield f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}{group}{made}"
+    for name, buffer in sorted(model.named_buffers(remove_duplicate=False)):
+        yield f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+
+
+def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> None:
+    found = gather_values(lines)
+    pairs = zip([*found[first], "(nothing)"], [*found[rank], "(nothing)"], strict=False)
+    ours, theirs = next(((a, b) for a, b in pairs if a != b), ("", ""))
+    remedy = f"build the same {what} on every rank"
+    if what == "model":
+        remedy += ", in the same order (that of a set differs between ranks), and give its optimizer the same groups"
+    text = (
+        f"rank {rank} has another {what} than rank {first}: {theirs.strip()!r} instead of {ours.strip()!r}. "
+        f"Remedy: {remedy}."
+    )
+    raise ConfigError.saying(text) if what == "configuration" else ModelError(text)
