@@ -73,8 +73,7 @@ def _launch(args: argparse.Namespace) -> int:
         return _submit(args)
     from .carriers import CARRIERS  # here, so that --help does not pay for it
     from .job import Job
-    from .job_plan import JobOptions
-    from .sbatch import REQUEUE_STATUS, is_batch_job, requeue
+    from .sbatch import REQUEUE_STATUS, requeue
 
     launcher, hosts = choose_hosts(args, os.environ)
     is_meant = args.standalone or by_hand(args)
@@ -90,7 +89,24 @@ def _launch(args: argparse.Namespace) -> int:
         carriers = {host.name: list(command) for host in hosts if (command := carrier(host)) is not None}
         print(_dry_run(args, request, carriers))
         return 0
-    job_options = JobOptions(
+    job_options = _job_options(args, carrier)
+    if by_hand(args):
+        return _by_hand(args, request, job_options)
+    status = Job(request, job_options).run()
+    if status == REQUEUE_STATUS and in_allocation(os.environ):
+        print("[zerorun] requeueing this job", file=sys.stderr, flush=True)  # now: SLURM may end this process next
+        problem = requeue(os.environ)
+        if problem is not None:
+            print(f"[zerorun] not requeued: {problem}", file=sys.stderr)
+    return status
+
+
+def _job_options(args: argparse.Namespace, carrier: Callable[[Host], Sequence[str] | None]) -> JobOptions:
+    from .chosen_hosts import by_hand
+    from .job_plan import JobOptions
+    from .sbatch import is_batch_job
+
+    return JobOptions(
         carrier=carrier,
         master_addr=args.master_addr,
         master_port=args.master_port,
@@ -103,15 +119,6 @@ def _launch(args: argparse.Namespace) -> int:
         shown=args.shown,
         shown_local_ranks=args.local_ranks_filter,
     )
-    if by_hand(args):
-        return _by_hand(args, request, job_options)
-    status = Job(request, job_options).run()
-    if status == REQUEUE_STATUS and in_allocation(os.environ):
-        print("[zerorun] requeueing this job", file=sys.stderr, flush=True)  # now: SLURM may end this process next
-        problem = requeue(os.environ)
-        if problem is not None:
-            print(f"[zerorun] not requeued: {problem}", file=sys.stderr)
-    return status
 
 
 def carrier_options(args: argparse.Namespace, **module: Any) -> CarrierOptions:

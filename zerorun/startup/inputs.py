@@ -242,9 +242,11 @@ def _raw_optimizer(
         return RawOptimizer(None, [], {}, "", {}, False)
     # Muon by its name needs elements: its matrices go to their owners (plan/matrices.py).
     needs = needs_of(client, name, params, groups) if matrix_dtype is None else Needs.ELEMENTS
-    chosen = type(client).__name__ if client is not None else name
     is_divided = data_parallel_degree(config, world_size) < world_size
     sees_all = world_size == 1 or not (config.zero_optimization.stage or is_divided)
+    parts = parts_kind(client, name, params, needs)
+    whole = needs is not Needs.ELEMENTS and parts is None
+    chosen = type(client).__name__ if client is not None else name
     if needs is Needs.MODEL and not sees_all:
         raise ModelError(
             f"{chosen} looks at all parameters together: what it does to one depends on the others, as a trial of it has "
@@ -257,14 +259,23 @@ def _raw_optimizer(
             "would only follow the sign of its momentum. Remedy: use AdamW or Lion, or ZeRO and tensor parallelism in "
             "place of pipeline stages."
         )
-    parts = parts_kind(client, name, params, needs)
-    whole = needs is not Needs.ELEMENTS and parts is None
     if whole and config.tensor_parallel.size > 1:
         raise ModelError(
             f"{chosen} needs whole parameters, but tensor-parallel ranks hold parts of them (tensor_parallel.size = "
             f"{config.tensor_parallel.size}). Remedy: use an optimizer that works element by element, such as AdamW, or "
             "pipeline stages and ZeRO in place of tensor ranks."
         )
+    group_of = _numbers_of_groups(model, groups)
+    most = Needs.MODEL if whole and sees_all else Needs.MATRICES if whole else needs
+    raw = RawOptimizer(client, groups, group_of, name, params, whole, parts, matrix_dtype, divided_for=most)
+    tried = client
+    if tried is None and (_keys_of_formats(config) or issubclass(resolve_optimizer(name, params)[0], SinglePassOptimizer)):
+        tried = build_optimizer(name, params, [{**kept, "params": [torch.zeros(1)]} for kept in settings_of(groups)])
+    return raw if tried is None else _with_formats(raw, model, config, tried, needs)
+
+
+def _numbers_of_groups(model: nn.Module, groups: list[dict[str, Any]]) -> dict[int, int]:
+    """Return id(parameter) -> the number of its group. Raises ModelError for groups that the model cannot be trained by."""
     known = {id(param): label for label, param in model.named_parameters()}
     group_of: dict[int, int] = {}
     for index, group in enumerate(groups):
@@ -284,12 +295,7 @@ def _raw_optimizer(
             "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "
             "the optimizer out to use the engine for inference only."
         )
-    most = Needs.MODEL if whole and sees_all else Needs.MATRICES if whole else needs
-    raw = RawOptimizer(client, groups, group_of, name, params, whole, parts, matrix_dtype, divided_for=most)
-    tried = client
-    if tried is None and (_keys_of_formats(config) or issubclass(resolve_optimizer(name, params)[0], SinglePassOptimizer)):
-        tried = build_optimizer(name, params, [{**kept, "params": [torch.zeros(1)]} for kept in settings_of(groups)])
-    return raw if tried is None else _with_formats(raw, model, config, tried, needs)
+    return group_of
 
 
 def _with_formats(
