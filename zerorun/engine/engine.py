@@ -16,6 +16,7 @@ from torch import nn
 
 from ..config.parse import Config
 from ..data import EpochLoader, has_state
+from ..distributed.agreement import agree
 from ..distributed.device import on_host
 from ..distributed.same_data import checksum, is_cheap
 from ..distributed.topology import Topology
@@ -294,17 +295,22 @@ class Engine(CurvatureTaking):
             self._end_curvature(self._estimates)
         self.history.progress.begin()
         self.sharded_model.reduce()
-        wishes = (board.wanted_trace, self.accumulation.backwards, *(saves.wishes() if saves is not None else ()))
+        asked = saves.wishes() if saves is not None else ()
+        wishes = (board.wanted_trace, self.accumulation.backwards, self._is_refused(), *asked)
+        alike = (self.accumulation.divisor, self._rates())
         must_know = self.lr_scheduler is not None and not has_state(self.lr_scheduler)
-        summary = self.sharded_model.norm(self.accumulation.told(wishes, must_know=must_know))
-        trace, backwards, *others = summary.wishes
+        summary = self.sharded_model.norm(self.accumulation.told(wishes, alike, must_know=must_know))
+        trace, backwards, refusals, *others = summary.wishes
         backwards = -(-backwards // self.topology.world_size)  # some ranks may have had no gradients in some of them
         board.agree_on_trace(trace)
         if self.memory_copies is not None:
             self.memory_copies.settle()  # a step is finished only when the one before it is kept
         try:
+            if refusals:
+                agree(self._refuse_changes, self.comm.control.values)
             self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
             refuse_no_backward(backwards)
+            self._refuse_differing(*summary.differing)
             self._update(summary, backwards, lr_kwargs)
         finally:
             self._forget_gradients()
@@ -320,9 +326,6 @@ class Engine(CurvatureTaking):
     def _update(self, summary: Summary, backwards: int, lr_kwargs: Mapping[str, Any]) -> None:
         model = self.sharded_model
         assert model.optimizer is not None
-        model.runtime.guard.refuse_thawed()
-        model.runtime.guard.added.refuse_trained()
-        model.optimizer.refuse_changed_needs()
         self.accumulation.advise(self.mean_over_labels)
         self._refuse_losses(summary)
         unscale = self.accumulation.unscale(summary.weight)
@@ -351,7 +354,7 @@ class Engine(CurvatureTaking):
         self.refuse_failed()
 
     def _apply_update(self, decision: Decision, summary: Summary) -> None:
-        with may_change(self.sharded_model):
+        with may_change(self.sharded_model), self.sharded_model.half_loaded.updating():
             self.sharded_model.update(decision.coefficient, unused=summary.unused)
             self.sharded_model.publish()
 

@@ -226,7 +226,7 @@ def _read(
         return take_in(model, config, args, *given, script.lr_scheduler is not None)
 
     wanted, raw = taking_over(model, lambda: _agree(read))
-    compare_ranks(model, wanted, script.topology, raw.group_of)
+    compare_ranks(model, wanted, script.topology, raw)
 
     def refuse() -> Any:
         limit_waits(wanted.hang_timeout_s)

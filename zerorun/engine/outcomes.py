@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..config.parse import Config
-from ..errors import LossScaleError, NonFiniteError, StepError
+from ..errors import LossScaleError, NonFiniteError, StepError, ZerorunError
 from ..log import is_rank_zero, listed, logger
 from ..monitors.device_sample import DeviceSample
 from ..monitors.monitor import Monitor
@@ -315,6 +315,51 @@ class Outcomes(Reports, Counters, LoopQueries):
             self.history.fail(None)
             self.zero_grad(counted=True)
             failure()
+
+    # -- what makes a step wrong before it is one ------------------------------------------------------------------
+
+    def _is_refused(self) -> bool:
+        """Whether this rank refuses the step. All ranks must know, so that none takes it alone."""
+        try:
+            self._refuse_changes()
+        except ZerorunError:
+            return True
+        return False
+
+    def _refuse_changes(self) -> None:
+        """Raise StepError for what a script has changed in the model and must not, or if an update or a load broke off."""
+        model = self.sharded_model
+        assert model.optimizer is not None
+        model.half_loaded.refuse()
+        model.runtime.guard.refuse_thawed()
+        model.runtime.guard.added.refuse_trained()
+        model.optimizer.refuse_changed_needs()
+
+    def _rates(self) -> float | None:
+        """A number that tells the learning rates of this rank; None where others may have their own, as pipeline stages."""
+        assert self.sharded is not None
+        rates: list[Any] = [group.get("lr") for group in self.sharded.optimizer.param_groups]
+        if self.topology.pipe > 1 or not all(isinstance(rate, (int, float)) for rate in rates):
+            return None
+        return float(sum(number * rate for number, rate in enumerate(rates, 1)))
+
+    def _refuse_differing(self, divisors: bool, rates: bool) -> None:
+        """Raise StepError, on all ranks alike, if ``divisors`` of gradients differ between ranks, or learning ``rates``."""
+        if divisors:
+            raise StepError(
+                "ranks divide the gradients of this step by different numbers: backward() was called with weight=... or "
+                "scale_wrt_gas=False on some, and without on others, or micro-batches are counted in another way. Weights are "
+                "those before this step. Remedy: do the same on all ranks; where nothing counts, pass weight=0."
+            )
+        if rates:
+            assert self.sharded is not None
+            found = self.comm.control.values([group["lr"] for group in self.sharded.optimizer.param_groups])
+            other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), 0)
+            raise StepError(
+                f"at step {self.global_steps}, rank {other} has the learning rates {found[other]}, and rank 0 {found[0]}. "
+                "Weights are those before this step. Remedy: give all ranks the same rates and schedule, and one that watches a "
+                "metric its mean over all ranks."
+            )
 
     def _refuse_losses(self, summary: Summary) -> None:
         if summary.bad_losses:

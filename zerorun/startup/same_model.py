@@ -14,13 +14,14 @@ from ..distributed.topology import Topology
 from ..distributed.transport.world import gather_values
 from ..distributed.waits import waiting
 from ..errors import ConfigError, ModelError
+from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.weights import sums_of_scales
 from ..zero.init import partitioned_as
 from .parallelize import is_part
 
 
-def compare_ranks(model: nn.Module, config: Config, topology: Topology | None, group_of: dict[int, int]) -> None:
+def compare_ranks(model: nn.Module, config: Config, topology: Topology | None, raw: RawOptimizer) -> None:
     """Raise, on all ranks alike, if a rank has another configuration than rank 0, or another model than it should.
 
     A whole model must be the same on all ranks, and a part the same on all ranks that have this part. The parameter groups
@@ -31,7 +32,7 @@ def compare_ranks(model: nn.Module, config: Config, topology: Topology | None, g
     degrees = {"pipe": config.pipeline.stages, "tensor": config.tensor_parallel.size}
     planned = topology or Topology.plan(dist.get_world_size(), dist.get_rank(), **degrees)
     first = planned.ranks_along("data")[0] if is_part(model) else 0
-    described = [*_described(model, group_of)]
+    described = [*_described(model, raw.group_of), *_settings(raw)]
     described += sums_of_scales(model)  # scales are not overwritten, while packed weights become those of rank 0
     bounds = list(model.partitions()) if isinstance(model, Pipelined) else []
     mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first, bounds)
@@ -65,6 +66,14 @@ def _described(model: nn.Module, group_of: dict[int, int]) -> Iterator[str]:
         yield f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}{group}{made}"
     for name, buffer in sorted(model.named_buffers(remove_duplicate=False)):
         yield f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+
+
+def _settings(raw: RawOptimizer) -> Iterator[str]:
+    """Of the optimizer: its class, and what its groups say in plain values. Ranks with others would get other weights."""
+    name = raw.name if raw.optimizer is None else type(raw.optimizer).__name__
+    for number, group in enumerate(raw.groups):
+        plain = {key: value for key, value in sorted(group.items()) if isinstance(value, (bool, int, float, str, tuple))}
+        yield f"group {number} of {name}: {plain}"
 
 
 def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
+from ..distributed.agreement import agree
 from ..distributed.same_data import compare
 from ..errors import ModelError, OrderError, StepError
 from ..ops.state_format import keep_state, wide_state
@@ -263,7 +264,8 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     model, home = managed(param, "safe_set_full_fp32_param")
     refuse_copies(home)
-    store_weight(model, home, part_of_value(model, home, value, "safe_set_full_fp32_param"), exactly=True)
+    part = agree(lambda: part_of_value(model, home, value, "safe_set_full_fp32_param"), model.comm.control.data_values)
+    store_weight(model, home, part, exactly=True)
     for block in model.blocks:
         block.show_new(model, param)
 
@@ -295,7 +297,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, key:
     """
     function = "safe_set_full_optimizer_state"
     model, home, flat_group = trained(param, function)
-    part = part_of_value(model, home, value, function)
+    part = agree(lambda: part_of_value(model, home, value, function), model.comm.control.data_values)
     compare_request(model, function, [f"{key!r} of {home.name!r}"])
     flat = _agreed_state(model, home, key)
     if flat is None:

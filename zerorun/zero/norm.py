@@ -28,6 +28,7 @@ from .unit import Unit
 
 Sums = torch.Tensor | list[float]
 _WHAT = "the norm of the gradients: on a GPU, for every collective before it"
+_ROUNDING = 1e-12  # of sums in fp64, relative
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Told:
     """What a rank tells the others before an update. ``bad_losses``: how many were NaN or infinite.
 
     ``weight``: the sum of those that losses came with. ``loss``: the sum of losses, which must be that of all ranks of its
-    tensor group. ``wishes``: what else ranks want to add up; as many on every rank. ``unread``: losses that are
+    tensor group. ``wishes``: what else ranks want to add up; as many on every rank. ``alike``: numbers that must be the
+    same on all ranks that have them; as many on every rank, None where it has none. ``unread``: losses that are
     not counted in ``bad_losses``, and weights that are not in ``weight``. ``must_know``: this rank must know the outcome at
     once. ``observed``: if ranks want to know the loss of the step, fp64 [2] on the device: the sum of this rank's losses,
     and what the sum over ranks is to be divided by.
@@ -57,6 +59,7 @@ class Told:
     weight: float = 0.0
     loss: float = 0.0
     wishes: Sequence[int] = ()
+    alike: Sequence[float | None] = ()
     unread: UnreadLosses = UnreadLosses()
     must_know: bool = False
     observed: torch.Tensor | None = None
@@ -132,18 +135,20 @@ class Norm:
         own = [0.0, 0.0, 0.0] if by_device else self._read_own(told)
         known = [own[0], own[1] + told.weight * first, own[2] + told.bad_losses, *own[3:]]
         flags = [len(late), unused, other, abs(other), told.must_know]
-        total = self._sum([*known, *flags, *told.wishes, *self._comm.told_order()])
+        alike = [float(part) for x in told.alike for part in ((0, 0, 0) if x is None else (1, x, x * x))]
+        total = self._sum([*known, *flags, *told.wishes, *alike, *self._comm.told_order()])
         found, rest = (part.tolist() for part in total.tensor_split([len(known)]))
         late_sum, unused_sum, others, scale, must_know, *more = rest
         if late_sum:
             reduce_late()
             if not by_device:
                 found[0] = float(self._sum(self._read_own(told)[:1])[0])
-        self._comm.refuse_other_order(more[len(told.wishes) :])
-        wishes = tuple(int(count) for count in more[: len(told.wishes)])
+        wishes = tuple(int(more.pop(0)) for _ in told.wishes)
+        differing = tuple(_differ(*(more.pop(0) for _ in range(3))) for _ in told.alike)
+        self._comm.refuse_other_order(more)
         apart = abs(others) / scale if scale else 0.0
         sums, here = self._by_device(told, found, bool(must_know)) if by_device else (found, None)
-        return Summary(sums, here, unused_sum > 0, apart, wishes)
+        return Summary(sums, here, unused_sum > 0, apart, wishes, differing)
 
     def _by_device(self, told: Told, known: list[float], must_know: bool) -> tuple[Sums, OwnNumbers | None]:
         """The sums of all ranks' own numbers, with what is ``known``: on the device, unless some rank ``must_know``."""
@@ -180,7 +185,7 @@ class Summary:
     came with; of the bad losses; and of what ranks ``observed``. ``own``: this rank's part, if they are
     on the device, in fp64, which then decides. ``unused``: some parameter had no gradient on some rank. ``apart``: relative
     difference of losses that should be equal, those of ranks with the same batch. ``wishes``: the sums of those that
-    ranks told.
+    ranks told. ``differing``: which of the numbers that should be ``alike`` are not.
     """
 
     sums: Sums
@@ -188,6 +193,7 @@ class Summary:
     unused: bool
     apart: float = 0.0
     wishes: tuple[int, ...] = ()
+    differing: tuple[bool, ...] = ()
 
     @property
     def deferred(self) -> bool:
@@ -256,6 +262,11 @@ class Outcome:
     def loss(self) -> float | None:
         """The mean loss over micro-batches and data-parallel ranks; None if nobody wanted to know, or no rank told one."""
         return self.observed[0] / self.observed[1] if self.observed and self.observed[1] else None
+
+
+def _differ(count: float, total: float, squares: float) -> bool:
+    """Whether numbers with these sums differ: if not, the square of their sum is ``count`` times the sum of squares."""
+    return abs(count * squares - total * total) > _ROUNDING * total * total
 
 
 def _stacked(values: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

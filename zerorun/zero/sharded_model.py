@@ -15,7 +15,7 @@ from torch import nn
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
-from ..errors import CheckpointError, ModelError, ReleasedParameterError
+from ..errors import CheckpointError, ModelError, ReleasedParameterError, StepError, ZerorunError
 from ..log import listed
 from ..plan.weights import named_members
 from .away import GRADIENTS, WEIGHTS, StateKind
@@ -102,10 +102,11 @@ class ParameterHome:
 class HalfLoaded:
     """What loads have begun to change and not finished: the model is neither as it was nor as saved. On all ranks alike.
 
-    And what a script has changed where ranks may differ since.
+    And what a script, or an update that failed, has changed where ranks may differ since.
     """
 
     def __init__(self) -> None:
+        self._update_error = ""  # of this rank
         self._begun: dict[str, str] = {}  # what, such as "weights" -> where it was being loaded from
         self._edited: set[str] = set()  # names of parameters
 
@@ -118,6 +119,18 @@ class HalfLoaded:
             del self._begun[name]
         if "weights" in what:
             self._edited.clear()
+            self._update_error = ""
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """The block updates weights. An error of the script's code in it, as of a hook, may leave them changed by half."""
+        try:
+            yield
+        except ZerorunError:  # raised before anything has changed
+            raise
+        except BaseException as error:
+            self._update_error = f"{type(error).__name__}: {error}"
+            raise
 
     def has(self, what: str) -> bool:
         """True if ``what``, such as "weights", is half loaded."""
@@ -126,7 +139,7 @@ class HalfLoaded:
     @property
     def spoils_weights(self) -> bool:
         """True if the weights are half loaded, or if ranks may differ by an edit."""
-        return self.has("weights") or bool(self._edited)
+        return self.has("weights") or bool(self._edited or self._update_error)
 
     def edit(self, name: str) -> None:
         """A script has changed the parameter ``name`` on this rank, and maybe not on others."""
@@ -137,7 +150,16 @@ class HalfLoaded:
         self._edited.discard(name)
 
     def refuse(self) -> None:
-        """Raise CheckpointError if anything is half loaded, and ReleasedParameterError if ranks may differ by an edit."""
+        """Raise CheckpointError if anything is half loaded, and ReleasedParameterError if ranks may differ by an edit.
+
+        Raises StepError if an update failed midway.
+        """
+        if self._update_error:
+            raise StepError(
+                f"an update failed midway, with {self._update_error}: weights and states of this rank may be changed "
+                "by half, and those of others whole. Remedy: correct what failed, an optimizer or a hook of one, and load a "
+                "checkpoint, or begin again with a new model and a new engine."
+            )
         if self._edited:
             raise ReleasedParameterError(
                 f"{listed(sorted(map(repr, self._edited)))} of this rank: changed inside GatheredParameters(...) without "

@@ -1,0 +1,180 @@
+"""What one rank alone finds wrong in a step, all ranks refuse: none goes on with weights that others do not have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from test_bad_input import attempt
+from test_foreign_values import build as plain_model
+from test_foreign_values import data
+from torch import nn
+from training import make_config
+
+import zerorun
+from zerorun.zero import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+
+class Fails(torch.optim.SGD):
+    """An optimizer of a script, which fails once on rank 1."""
+
+    armed = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Fails.armed and dist.get_rank() == 1:
+            Fails.armed = False
+            raise ValueError("planted")
+        return super().step(closure)
+
+
+def pipeline(**given: Any) -> zerorun.Engine:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(5)]
+    layers[3].requires_grad_(False)
+    model = zerorun.PipelineModule(layers, num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    config = make_config(1, optimizer="SGD", gradient_clipping=0.0, pipeline={"stages": 2})
+    if given:
+        del config["optimizer"]
+    return zerorun.initialize(model, config, **given)
+
+
+def batch(number: int) -> Any:
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(number))
+    return iter([(x, x)] * 9)
+
+
+def weights(engine: zerorun.Engine) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in engine.module.parameters()]
+
+
+def thawed() -> tuple[tuple[str, str], bool, bool]:
+    """What is said where one stage has a layer that was frozen, whether weights stay, and whether a step follows."""
+    engine = pipeline()
+    engine.train_batch(batch(0))
+    before = weights(engine)
+    engine.module.requires_grad_(True)
+    said = attempt(lambda: engine.train_batch(batch(1)))
+    stayed = all(map(torch.equal, before, weights(engine)))
+    for name, param in engine.module.named_parameters():
+        param.requires_grad_("3." not in name)
+    engine.train_batch(batch(1))
+    return said, stayed, engine.global_steps == 2
+
+
+def test_a_stage_takes_no_step_that_another_refuses() -> None:
+    for rank, ((kind, text), stayed, goes_on) in enumerate(run_ranks(2, thawed)):
+        assert kind == "StepError" and "'3.weight' and 1 more requires a gradient now" in text
+        assert text.startswith("rank 1: ") == (rank == 0) and stayed and goes_on
+
+
+def failing(action: Callable[[], Any]) -> str:
+    """The text of the ValueError that ``action`` raises, on rank 1 alone."""
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def broken_off() -> tuple[str, tuple[str, str], bool]:
+    """What an optimizer says that fails, what the next step says, and whether a load mends it."""
+    engine = pipeline(optimizer=lambda params: Fails(params, lr=0.1))
+    engine.train_batch(batch(0))
+    whole, Fails.armed = engine.state_dict(), True
+    first = failing(lambda: engine.train_batch(batch(1)))
+    second = attempt(lambda: engine.train_batch(batch(2)))
+    engine.load_state_dict(whole)
+    return first, second, float(engine.train_batch(batch(3))) > 0
+
+
+def test_no_step_follows_an_update_that_failed_on_one_stage() -> None:
+    for rank, (first, (kind, text), mended) in enumerate(run_ranks(2, broken_off)):
+        assert first == ("planted" if rank else "")
+        assert kind == "StepError" and "an update failed midway, with ValueError: planted" in text and mended
+
+
+def own_rate(engine: zerorun.Engine, scale: float) -> Callable[[], None]:
+    def change() -> None:
+        assert engine.optimizer is not None
+        for group in engine.optimizer.param_groups:
+            group["lr"] *= scale
+
+    return change
+
+
+def differing(stage: int, way: str) -> tuple[tuple[str, str], bool, bool]:
+    """What is said where ranks take steps of different kinds, whether weights stay, and whether a step follows."""
+    engine = zerorun.initialize(plain_model(), make_config(stage))
+    rank = dist.get_rank()
+
+    def step(**given: Any) -> None:
+        loss = engine(data()).square().mean()
+        engine.backward(loss, **given)
+        engine.step()
+
+    step()
+    before = engine.state_dict()
+    if way == "rates":
+        own_rate(engine, 1.0 + rank)()
+    given: dict[str, Any] = {"weight": (3, None)[rank]} if way == "weights" else {}
+    said = attempt(lambda: step(**given))
+    after = engine.state_dict()
+    stayed = all(torch.equal(value, after[name]) for name, value in before.items())
+    if way == "rates":
+        own_rate(engine, 1.0 / (1 + rank))()
+    step()
+    return said, stayed, engine.global_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("rates", "rank 1 has the learning rates [0.006], and rank 0 [0.003]"),
+        ("weights", "divide the gradients of this step by different numbers"),
+    ],
+)
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_steps_of_ranks_are_of_one_kind(stage: int, way: str, words: str) -> None:
+    for (kind, text), stayed, goes_on in run_ranks(2, differing, stage, way):
+        assert kind == "StepError" and words in text, text
+        assert stayed and goes_on
+
+
+def other_optimizers(kind: str) -> tuple[str, str]:
+    model, rank = plain_model(), dist.get_rank()
+    classes = (torch.optim.AdamW, torch.optim.Adam) if kind == "class" else (torch.optim.AdamW,) * 2
+    optimizer = classes[rank](model.parameters(), lr=0.01, weight_decay=0.1 * (1 + rank * (kind == "setting")))
+    config = make_config(0)
+    del config["optimizer"]
+    return attempt(lambda: zerorun.initialize(model, config, optimizer=optimizer))
+
+
+@pytest.mark.parametrize(("kind", "words"), [("class", "group 0 of Adam:"), ("setting", "'weight_decay': 0.2")])
+def test_optimizers_of_ranks_are_alike(kind: str, words: str) -> None:
+    for name, text in run_ranks(2, other_optimizers, kind):
+        assert name == "ModelError" and words in text, text
+
+
+def set_alone(stage: int) -> tuple[list[tuple[str, str]], bool]:
+    """What is said of a value that rank 0 alone has, and whether nothing changes."""
+    engine = zerorun.initialize(plain_model(), make_config(stage))
+    engine.backward(engine(data()).square().mean())
+    engine.step()
+    param = next(iter(engine.module.parameters()))
+    value = torch.ones(param.shape) if dist.get_rank() == 0 else None
+    before = safe_get_full_fp32_param(param)
+    said = [attempt(lambda: safe_set_full_fp32_param(param, value))]  # type: ignore[arg-type]
+    said.append(attempt(lambda: safe_set_full_optimizer_state(param, value, "exp_avg")))  # type: ignore[arg-type]
+    after = safe_get_full_fp32_param(param)
+    assert before is not None and after is not None
+    return said, torch.equal(before, after)
+
+
+@pytest.mark.parametrize("stage", (0, 1, 3))
+def test_a_value_that_one_rank_lacks_is_set_on_none(stage: int) -> None:
+    for said, stayed in run_ranks(2, set_alone, stage):
+        assert stayed and all(kind == "ModelError" and "NoneType" in text for kind, text in said), said
