@@ -1167,6 +1167,25 @@ def edited_before_the_engine() -> list[bool]:
         return [torch.equal(layer.weight, before)]
 
 
+def given_by_one(stage: int) -> tuple[list[str], bool]:
+    """What the mode says of a dict that rank 0 alone has, or has otherwise, and whether nothing is loaded."""
+    engine = make_engine(CASES["plain"], make_config(stage))
+    before, said = engine.state_dict(), []
+    new = {name: value + 1 for name, value in before.items()}
+    for other in (None, {}, {name: value[:1] for name, value in new.items()}):
+        with pytest.raises(CheckpointError) as caught:
+            load_module_state_dict(engine, new if dist.get_rank() == 0 else other, strict=False)  # type: ignore[arg-type]
+        said.append(str(caught.value))
+    after = engine.state_dict()
+    return said, all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+@pytest.mark.parametrize("stage", (0, 2, 3))
+def test_in_the_mode_all_ranks_load_one_dict(stage: int) -> None:
+    for said, unchanged in run_ranks(2, given_by_one, stage):
+        assert unchanged and all("rank 1 gives no dict, or another one than rank 0. Nothing was loaded" in s for s in said)
+
+
 def test_in_the_mode_changes_before_the_engine_are_dropped() -> None:
     assert run_ranks(2, edited_before_the_engine) == [[True]] * 2
 

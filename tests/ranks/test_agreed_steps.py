@@ -16,7 +16,13 @@ from torch import nn
 from training import make_config
 
 import zerorun
-from zerorun.zero import safe_get_full_fp32_param, safe_set_full_fp32_param, safe_set_full_optimizer_state
+from zerorun.errors import PipelineError
+from zerorun.zero import (
+    safe_get_full_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 
 
 class Fails(torch.optim.SGD):
@@ -97,6 +103,30 @@ def test_no_step_follows_an_update_that_failed_on_one_stage() -> None:
         assert kind == "StepError" and "an update failed midway, with ValueError: planted" in text and mended
 
 
+def unread(batch_fn: bool) -> tuple[str, float]:
+    """What is said of data that the last stage cannot read, and the loss of the next batch."""
+    engine, armed = pipeline(), [True]
+
+    def fail(value: Any) -> Any:
+        if dist.get_rank() == 1 and armed.pop():
+            raise OSError("planted")
+        return value
+
+    if batch_fn:
+        engine.set_batch_fn(fail)
+    with pytest.raises((OSError, PipelineError)) as caught:
+        engine.train_batch(batch(0) if batch_fn else (fail(value) for value in batch(0)))
+    armed[:] = [False] * 99
+    return f"{caught.type.__name__}: {caught.value}", float(engine.train_batch(batch(1)))
+
+
+@pytest.mark.parametrize("batch_fn", (False, True))
+def test_data_that_one_stage_cannot_read_is_left_out_by_all(batch_fn: bool) -> None:
+    (first, loss), (last, other) = run_ranks(2, unread, batch_fn)
+    assert last == "OSError: planted" and loss == other
+    assert first.startswith("PipelineError: rank 1 could not read its micro-batches: OSError: planted. All stages have")
+
+
 def own_rate(engine: zerorun.Engine, scale: float) -> Callable[[], None]:
     def change() -> None:
         assert engine.optimizer is not None
@@ -169,6 +199,8 @@ def set_alone(stage: int) -> tuple[list[tuple[str, str]], bool]:
     before = safe_get_full_fp32_param(param)
     said = [attempt(lambda: safe_set_full_fp32_param(param, value))]  # type: ignore[arg-type]
     said.append(attempt(lambda: safe_set_full_optimizer_state(param, value, "exp_avg")))  # type: ignore[arg-type]
+    engine.backward(engine(data()).square().mean())
+    said.append(attempt(lambda: safe_set_full_grad(param, value)))  # type: ignore[arg-type]
     after = safe_get_full_fp32_param(param)
     assert before is not None and after is not None
     return said, torch.equal(before, after)

@@ -32,6 +32,18 @@ def make(config: dict[str, Any] | None = None, model: nn.Module | None = None, *
     return zerorun.initialize(model, config or make_config(3), topology=shared_topology(), **options)
 
 
+def wrapped() -> tuple[tuple[str, str], tuple[str, str]]:
+    model = torch.nn.parallel.DistributedDataParallel(Gpt())
+    return attempt(lambda: make(model=model)), attempt(lambda: make(model=nn.Sequential(model)))
+
+
+def test_a_model_that_sums_its_gradients_is_refused() -> None:
+    """They were as many times too large as there are ranks, without a word."""
+    for whole, part in run_ranks(2, wrapped):
+        assert whole[0] == part[0] == "ModelError" and "the model is wrapped in DistributedDataParallel" in whole[1]
+        assert "its module '0' is wrapped" in part[1] and "Remedy: give initialize() the model without it" in part[1]
+
+
 def ids() -> torch.Tensor:
     return torch.zeros(2, 4, dtype=torch.long)
 

@@ -108,3 +108,35 @@ def change_folder(folder: str) -> list[str]:
 def test_paths_count_from_where_they_were_given(tmp_path: Path) -> None:
     expected = ["first/asked/global_step1/zerorun.json", "first/own/global_step2/zerorun.json"]
     assert run_ranks(2, change_folder, str(tmp_path)) == [expected] * 2
+
+
+def loads_of_paths(folder: str) -> tuple[list[Any], list[str]]:
+    """(what a load of the path that a save has returned gives, what is said of other paths and other arguments)."""
+    engine, rank = make(), dist.get_rank()
+    train(engine, 1)
+    path = engine.save_checkpoint(folder, client_state={"best": True})
+    engine.save_checkpoint(folder, "other")
+    loaded = [engine.load_checkpoint(path), engine.load_checkpoint(folder, ("other", "global_step1")[rank])]
+    if rank == 0:
+        Path(folder, "file").write_text("")
+    dist.barrier()
+    said = []
+    for load in (
+        lambda: engine.load_checkpoint(Path(folder, "file")),
+        lambda: engine.load_checkpoint(folder, load_optimizer=rank == 0),
+        lambda: engine.export(Path(folder, "weights"), dtype=("fp32", None)[rank]),
+    ):
+        with pytest.raises(CheckpointError) as caught:
+            load()
+        said.append(str(caught.value))
+    engine.destroy()
+    return loaded, said
+
+
+def test_what_a_save_returns_can_be_loaded(tmp_path: Path) -> None:
+    """It began anew, with a warning. Ranks that ask for different things are told, and rank 0's tag counts."""
+    for (returned, tagged), (file, optimizer, export) in run_ranks(2, loads_of_paths, str(tmp_path)):
+        assert returned == (tmp_path / "global_step1", {"best": True}) and tagged[0] == tmp_path / "other"
+        assert "file is a file. Remedy: pass a directory" in file
+        assert "load_checkpoint() was asked for" in optimizer and "on rank 1" in optimizer
+        assert "export() was asked for" in export and not (tmp_path / "weights").exists()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from torch import nn
 from verified import TASKS, config
 
 import zerorun
@@ -84,3 +85,24 @@ def test_a_difference_is_an_error(task: str) -> None:
     first, second = run_ranks(2, with_a_bug, task)
     assert first == second
     assert "gradient after its reduction: blocks.1." in first, first
+
+
+def failing_loss() -> bool:
+    """Whether buffers are as before a loss that has failed."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), config(1))
+    before = [buffer.clone() for buffer in engine.module.buffers()]
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        model(batch)
+        raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        engine.verify(torch.randn(4, 6), loss)
+    found = all(map(torch.equal, before, engine.module.buffers()))
+    engine.destroy()
+    return found
+
+
+def test_a_loss_that_fails_leaves_buffers_as_they_are() -> None:
+    assert all(run_ranks(2, failing_loss))

@@ -182,6 +182,15 @@ class Normed(nn.Module):
         self.calls = state
 
 
+class Lazy(dict[str, Any]):
+    """Values that rank 1 cannot read."""
+
+    def __getitem__(self, name: str) -> Any:
+        if dist.get_rank() == 1 and name == "norm.bias":
+            raise OSError("planted")
+        return super().__getitem__(name)
+
+
 def beside_weights(stage: int) -> dict[str, Any]:
     torch.manual_seed(0)
     engine = zerorun.initialize(Normed(), merged(make_config(stage, optimizer="SGD"), SGD))
@@ -205,6 +214,8 @@ def beside_weights(stage: int) -> dict[str, Any]:
         "kind": {**best, "embed.weight": [1.0]},
         "buffer": {**best, "embed.weight": best["embed.weight"] + 1, "norm.running_mean": torch.zeros(9)},
         "none": None if dist.get_rank() == 1 else best,
+        "other": {} if dist.get_rank() == 1 else best,
+        "lazy": Lazy(best),
         "placeholder": {**best, "norm.bias": torch.zeros(8).as_subclass(UnsavedPlaceholder)},
     }
     for kind, given in wrong.items():
@@ -237,9 +248,39 @@ def test_what_is_beside_weights_and_what_is_wrong(stage: int) -> None:
         assert "'norm.weight' is (9,), and not a tensor of shape (8,)" in told["shape"]
         assert "'embed.weight' is list" in told["kind"]
         assert "the weights are NoneType, and no dict" in told["none"]
+        assert "rank 1 gives other names than rank 0. Nothing was loaded" in told["other"]
+        assert "OSError: planted. Nothing was loaded" in told["lazy"]
         assert "'norm.running_mean' is (9,), and not a tensor of shape (8,)" in told["buffer"]
         assert "'norm.bias' is a placeholder" in told["placeholder"] and told["names"] == (True, False, ["other"])
         assert told["some"] == 24 and told["in a block"] == 16 and "has given its module back" in told["given back"]
+
+
+class OfOneRank(Normed):
+    """Whose extra state rank 1 cannot take."""
+
+    def set_extra_state(self, state: int) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("planted")
+
+
+def half_loaded(stage: int) -> tuple[str, str]:
+    """What a load says whose extra state one rank refuses, and what the next step says."""
+    engine = zerorun.initialize(OfOneRank(), merged(make_config(stage, optimizer="SGD"), SGD))
+    said = []
+    with pytest.raises(CheckpointError) as caught:
+        engine.load_state_dict(engine.state_dict())
+    said.append(str(caught.value))
+    engine.backward(engine(torch.arange(8)))
+    with pytest.raises(CheckpointError) as caught:
+        engine.step()
+    return said[0], str(caught.value)
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_what_fails_beside_weights_fails_on_all_ranks(stage: int) -> None:
+    for loaded, stepped in run_ranks(2, half_loaded, stage):
+        assert "ValueError: planted. Weights are loaded, and what is beside them by half" in loaded
+        assert "failed midway" in stepped
 
 
 def parts_of(weights: Weights) -> dict[str, torch.Tensor]:

@@ -22,10 +22,10 @@ from .group_settings import IMPLEMENTATION
 from .inventory import Inventory, Subject, TensorPart
 from .json_values import decode, encode
 from .load import ModelLoader, Wanted, optimizer_kind
-from .manifest import Manifest, never_cast
+from .manifest import MANIFEST, Manifest, never_cast
 from .merging import Merged
 from .rank_buffers import RankBuffers, Sums
-from .ranks import Ranks, attempt, is_by_rank, leads_stage, speaking_up
+from .ranks import Ranks, attempt, is_by_rank, leads_stage, refuse_other, speaking_up
 from .read import Reader, candidates, open_on_all, refuse_foreign, steps_of
 from .requests import check_client_state, directory_of, dtype_of, tag_of
 from .save import Captured, Saver, more_of, now, pack_values, scalar, states_apart, versions
@@ -121,6 +121,7 @@ class Checkpointer:
         """Write the weights alone, for Hugging Face, PEFT and others, as the new directory ``directory``."""
         self.wait()
         path, dtype = self._meet("export()", lambda: (directory_of(directory), dtype_of(asked)))
+        refuse_other(self.saver.ranks, (str(dtype), merge_adapter), "export()")
         self.saver.ranks.agree(attempt(self._compare_with_beginning)[1])
         self.subject.comm.fence()
         captured = self.capture(path.name, {}, trainable_only=False, joined=False)
@@ -298,6 +299,10 @@ class Checkpointer:
         self.wait()
         path, named = self._meet("load_checkpoint()", lambda: (directory_of(directory), tag_of(tag)))
         ranks = self.saver.ranks
+        named = ranks.gather(named)[0]  # rank 0's counts, as for saves
+        refuse_other(ranks, wanted, "load_checkpoint()")
+        if named is None and any(ranks.gather((path / MANIFEST).is_file())):  # what save_checkpoint() has returned
+            path, named = path.parent, path.name
         self.subject.model.make_ready()  # otherwise they would change what is loaded
         if named is not None:
             return self._load_one(path, named, wanted)

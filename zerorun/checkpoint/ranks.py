@@ -110,6 +110,17 @@ class Ranks:
         return [places.index(place) for place in places]
 
 
+def refuse_other(ranks: Ranks, wanted: object, what: str) -> None:
+    """Raise CheckpointError, on all ranks alike, unless all ask ``what`` for the same, which reads so. Collective."""
+    asked = ranks.gather(str(wanted))
+    other = next((rank for rank, text in enumerate(asked) if text != asked[0]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{what} was asked for {asked[other]} on rank {other}, and for {asked[0]} on rank 0. Remedy: pass the same "
+            "arguments on all ranks."
+        )
+
+
 def leads_stage(topology: Topology) -> bool:
     """True on the first rank of each pipeline stage, which speaks for what all ranks of the stage know."""
     return topology.replicate_rank == topology.shard_rank == topology.tensor_rank == 0

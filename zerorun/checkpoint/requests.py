@@ -31,7 +31,10 @@ def directory_of(directory: str | Path) -> Path:
             f"directory = {directory!r:.60}: checkpoints and exports need a directory. Remedy: pass a str or a Path, such "
             "as 'checkpoints'."
         )
-    return Path(directory).absolute()
+    path = Path(directory).absolute()
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path} is a file. Remedy: pass a directory: checkpoints and exports are several files.")
+    return path
 
 
 def tag_of(tag: Any) -> str | None:

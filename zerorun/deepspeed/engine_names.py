@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from operator import attrgetter
@@ -167,8 +168,9 @@ def load_module_state_dict(
     ``custom_load_fn``.
     """
     _refuse_load_fn("load_module_state_dict", custom_load_fn)
-    inside = checkpoint.get("module")
+    inside = checkpoint.get("module") if isinstance(checkpoint, Mapping) else None
     state = inside if isinstance(inside, Mapping) else checkpoint
+    _refuse_other_dicts(engine, state)
     if strict and allowed_missing_keys is not None:
         own = tensors_by_name(engine).keys()
         wrong = (own - state.keys() - set(allowed_missing_keys)) | (state.keys() - own)
@@ -181,6 +183,20 @@ def load_module_state_dict(
         strict = False
     with loading(engine, state) as values:
         engine.module.load_state_dict(values, strict=strict)
+
+
+def _refuse_other_dicts(engine: Engine, state: object) -> None:
+    """Raise CheckpointError, on all ranks of a pipeline stage alike, for what is no dict, or another one than theirs."""
+    items = state.items() if isinstance(state, Mapping) else ()
+    told = "\n".join(sorted(f"{name} {tuple(getattr(value, 'shape', ()))}" for name, value in items))
+    mine = (isinstance(state, Mapping), hashlib.sha256(told.encode()).hexdigest())
+    found = engine.comm.control.data_values(mine)
+    if found != [(True, found[0][1])] * len(found):
+        other = next((rank for rank, theirs in enumerate(found) if not theirs[0] or theirs[1] != found[0][1]), 0)
+        raise CheckpointError(
+            f"load_module_state_dict(): data-parallel rank {other} gives no dict, or another one than rank 0. Nothing was "
+            "loaded. Remedy: give all ranks the same dict, for example by torch.load(file, mmap=True) on each."
+        )
 
 
 # -- methods that zerorun has, too, with DeepSpeed's arguments in DeepSpeed's order --------------------------------

@@ -348,7 +348,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         if divisors:
             raise StepError(
                 "ranks divide the gradients of this step by different numbers: backward() was called with weight=... or "
-                "scale_wrt_gas=False on some, and without on others, or micro-batches are counted in another way. Weights are "
+                "scale_wrt_gas=False on some, and without on others, or micro-batches are counted otherwise. Weights are "
                 "those before this step. Remedy: do the same on all ranks; where nothing counts, pass weight=0."
             )
         if rates:
@@ -357,8 +357,8 @@ class Outcomes(Reports, Counters, LoopQueries):
             other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), 0)
             raise StepError(
                 f"at step {self.global_steps}, rank {other} has the learning rates {found[other]}, and rank 0 {found[0]}. "
-                "Weights are those before this step. Remedy: give all ranks the same rates and schedule, and one that watches a "
-                "metric its mean over all ranks."
+                "Weights are those before this step. Remedy: give all ranks the same rates and schedule, and one that "
+                "watches a metric its mean over all ranks."
             )
 
     def _refuse_losses(self, summary: Summary) -> None:

@@ -14,6 +14,7 @@ from ..data import RepeatingLoader
 from ..distributed.device import CPU, Clock, on_device, synchronize
 from ..distributed.same_data import agree, checksum, inputs_and_labels, is_cheap, summands
 from ..distributed.transport.connect import connect_links
+from ..distributed.transport.control import Control
 from ..distributed.transport.gloo import Gloo
 from ..errors import PipelineError
 from ..log import logger
@@ -250,7 +251,7 @@ class PipelineEngine(Engine):
         ranks that must read the same data read different data.
         """
         found: list[Any] = [None] * count
-        ended, lacks = False, ""
+        ended, lacks, failure = False, "", None
         if self.is_first_stage() or self.is_last_stage():
             source = given if given is not None else self._own_data()
             if not isinstance(source, Iterator):
@@ -261,10 +262,15 @@ class PipelineEngine(Engine):
             except StopIteration:
                 ended = not isinstance(source, RepeatingLoader)
                 lacks = "" if ended else "a data loader with no micro-batch for this rank (see dataloader_drop_last)"
+            except Exception as error:  # all stages are told, and none goes on without the others
+                failure = error
         if self._batch_fn is not None and found[0] is not None:
-            found = [self._batch_fn(batch) for batch in found]
+            try:
+                found = [self._batch_fn(batch) for batch in found]
+            except Exception as error:
+                failure = error
         board.enter(Phase.PIPELINE)
-        self._agree_on_data(lacks, ended, *self._checksums(found))
+        self._agree_on_data(lacks, ended, failure, *self._checksums(found))
         return [on_device(batch, self.device) for batch in found]
 
     def _checksums(self, batches: list[Any]) -> tuple[int | None, int | None]:
@@ -275,11 +281,16 @@ class PipelineEngine(Engine):
         inputs = checksum([inputs for inputs, _ in pairs]) if self.is_first_stage() else None
         return checksum([labels for _, labels in pairs]), inputs
 
-    def _agree_on_data(self, lacks: str, ended: bool, labels: int | None, inputs: int | None) -> None:
+    def _agree_on_data(
+        self, lacks: str, ended: bool, failure: Exception | None, labels: int | None, inputs: int | None
+    ) -> None:
         place, places = self.topology.data_parallel_rank, self.topology.data_parallel_size
-        flags = torch.tensor([float(bool(lacks)), float(ended)], dtype=torch.float64)
+        flags = torch.tensor([bool(lacks), ended, failure is not None], dtype=torch.float64)
         told = [summands(found, place, places) for found in (labels, inputs)]
-        (nothing, too_few), *totals = self.comm.control.sum(torch.cat([flags, *told])).split([2, 3 * places, 3 * places])
+        total = self.comm.control.sum(torch.cat([flags, *told]))
+        (nothing, too_few, failed), *totals = total.split([3, 3 * places, 3 * places])
+        if failed:
+            _raise_for_all(self.comm.control, failure)
         if nothing:
             raise PipelineError(
                 f"train_batch() and eval_batch() need an iterator over micro-batches on the first and the last stage"
@@ -336,3 +347,15 @@ _WHOLE_BATCHES = (
     "{0}() cannot be called on one stage of a pipeline: the schedule orders the work of all stages. Remedy: call "
     "engine.train_batch(data_iter) or engine.eval_batch(data_iter)."
 )
+
+
+def _raise_for_all(control: Control, failure: Exception | None) -> NoReturn:
+    """Raise ``failure`` on this rank, or PipelineError that tells of another rank's. All ranks must call it."""
+    found = control.values(None if failure is None else f"{type(failure).__name__}: {failure}")
+    if failure is not None:
+        raise failure
+    rank, text = next((rank, text) for rank, text in enumerate(found) if text is not None)
+    raise PipelineError(
+        f"rank {rank} could not read its micro-batches: {text}. All stages have left them out. Remedy: mend the data, or "
+        "go on with the next ones on all ranks."
+    )

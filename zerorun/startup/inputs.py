@@ -49,6 +49,7 @@ from .matrix_roles import described, divide_by_role
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
+_IN_OUR_PLACE = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")  # classes of torch
 _FORMATS = ("bf16_master_weights_and_grads", "bf16_optimizer_states", "store_param_remainders")  # keys of `bf16`
 
 
@@ -65,6 +66,7 @@ def take_in(
     """Return the resolved configuration and the optimizer that is asked for. Raises ConfigError or ModelError."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
+    _refuse_wrapped(model)
     model_parameters = _listed(model_parameters)
     source = config_of(config, args)
     divided = topology is not None or isinstance(model, Pipelined)  # then the file does not tell the data-parallel size
@@ -99,6 +101,19 @@ def take_in(
     if raw.groups and wanted.scheduler is not None and not scheduler_given:
         try_schedule(wanted.scheduler.type, dict(wanted.scheduler.params), _stand_in(raw))
     return wanted, raw
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Raise ModelError for what sums gradients or divides parameters by itself: they would be summed twice."""
+    for name, module in model.named_modules():
+        kind = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _IN_OUR_PLACE), None)
+        if kind is not None:
+            where = f"its module {name!r}" if name else "the model"
+            raise ModelError(
+                f"{where} is wrapped in {kind}, which sums gradients over ranks by itself: they would count as many times "
+                "as there are ranks. Remedy: give initialize() the model without it, in whose place zerorun works: its "
+                "`.module`, before any other change."
+            )
 
 
 def _tell_of_rounded(model: nn.Module, raw: RawOptimizer) -> None:

@@ -106,11 +106,13 @@ def _of_copy(engine: Any, model: nn.Module, batches: list[Any], loss: Loss, bloc
 def _undisturbed(engine: Any) -> Iterator[None]:
     """Leave random numbers and the buffers of the engine's module as they are."""
     buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
-    with torch.random.fork_rng(), streams.as_before():
-        yield
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
+    try:
+        with torch.random.fork_rng(), streams.as_before():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 def whole_copy(engine: Any) -> nn.Module:

@@ -18,6 +18,7 @@ from itertools import groupby
 
 import torch
 
+from ..distributed.agreement import agree
 from ..errors import ModelError, StepError
 from .access import (
     compare_request,
@@ -53,7 +54,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     gradient.
     """
     model, home, flat_group = trained(param, "safe_set_full_grad")
-    part = part_of_value(model, home, value, "safe_set_full_grad")
+    part = agree(lambda: part_of_value(model, home, value, "safe_set_full_grad"), model.comm.control.data_values)
     _reduce(model, "safe_set_full_grad", repr(home.name))
     _refuse_none(flat_group, home, "safe_set_full_grad")
     _store_gradient(model, home, flat_group, part, model.gradient_factor())

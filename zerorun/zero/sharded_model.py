@@ -157,8 +157,8 @@ class HalfLoaded:
         if self._update_error:
             raise StepError(
                 f"an update failed midway, with {self._update_error}: weights and states of this rank may be changed "
-                "by half, and those of others whole. Remedy: correct what failed, an optimizer or a hook of one, and load a "
-                "checkpoint, or begin again with a new model and a new engine."
+                "by half, and those of others whole. Remedy: correct what failed, an optimizer or a hook of one, and load "
+                "a checkpoint, or begin again with a new model and a new engine."
             )
         if self._edited:
             raise ReleasedParameterError(

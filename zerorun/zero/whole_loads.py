@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +12,7 @@ import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from ..distributed.agreement import agree
-from ..errors import CheckpointError
+from ..errors import CheckpointError, ZerorunError
 from ..log import listed
 from ..plan.weights import inside
 from .access import part_of_value, refuse_other_shape, store_weight
@@ -39,7 +41,12 @@ def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, str
     gather = model.comm.control.values
     agree(lambda: _refuse_other_kinds(weights), gather)
     differing = _differing_names(own, weights, gather)
-    plan = agree(lambda: _planned(model, own, weights, differing, strict=strict), gather)
+
+    def plan_alone() -> _Plan:
+        with _told("Nothing was loaded."):
+            return _planned(model, own, weights, differing, strict=strict)
+
+    plan = agree(plan_alone, gather)
     model.make_ready()
     what = "some weights" if differing.missing_keys else "weights"  # what ranks may have edited otherwise stays so
     with model.half_loaded.loading("a state dict", what):
@@ -48,8 +55,24 @@ def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, str
             store_weight(model, model.homes[id(tensor)], value.to(model.comm.device), exactly=wider)
             for block in model.blocks:
                 block.show_new(model, tensor)
-        torch.nn.Module.load_state_dict(model.module, plan.rest, strict=False)
+        agree(lambda: _load_rest(model.module, plan.rest), gather)
     return differing
+
+
+def _load_rest(module: torch.nn.Module, rest: dict[str, Any]) -> None:
+    with _told("Weights are loaded, and what is beside them by half."):
+        torch.nn.Module.load_state_dict(module, rest, strict=False)
+
+
+@contextmanager
+def _told(after: str) -> Iterator[None]:
+    """Raise CheckpointError for an error of the script's code in the block, so that all ranks are told of it."""
+    try:
+        yield
+    except ZerorunError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"load_state_dict(): {type(error).__name__}: {error}. {after}") from error
 
 
 def _refuse_other_kinds(weights: object) -> None:
@@ -112,12 +135,21 @@ def _refuse_other_scales(name: str, own: Any, given: Any) -> None:
 def _differing_names(
     own: Mapping[str, Any], weights: Mapping[str, Any], gather: Callable[[Any], list[Any]]
 ) -> _IncompatibleKeys:
-    """Of all ranks: a pipeline stage knows its own names. A tied one is there by its other name."""
+    """Of all ranks: a pipeline stage knows its own names. A tied one is there by its other name.
+
+    Raises CheckpointError, on all ranks alike, if they give different names: some would keep what others replace.
+    """
     given = {id(value) for name, value in own.items() if name in weights and isinstance(value, torch.Tensor)}
     missing = [name for name, value in own.items() if name not in weights and id(value) not in given]
-    found = gather((list(own), missing))
-    known = {name for names, _ in found for name in names}
-    return _IncompatibleKeys(sorted({name for _, names in found for name in names}), sorted(weights.keys() - known))
+    found = gather((list(own), missing, hashlib.sha256("\n".join(sorted(weights)).encode()).hexdigest()))
+    other = next((rank for rank, (_, _, names) in enumerate(found) if names != found[0][2]), None)
+    if other is not None:
+        raise CheckpointError(
+            f"load_state_dict(): rank {other} gives other names than rank 0. Nothing was loaded. Remedy: give all ranks "
+            "the same weights, for example by torch.load(file, mmap=True) on each."
+        )
+    known = {name for names, _, _ in found for name in names}
+    return _IncompatibleKeys(sorted({name for _, names, _ in found for name in names}), sorted(weights.keys() - known))
 
 
 def _refuse_other_names(differing: _IncompatibleKeys) -> None:
