@@ -147,7 +147,10 @@ def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[
             f"--spares {args.spares}: no hosts are given to be in reserve. Remedy: --spares 0, or --hostfile."
         )
     if args.num_nodes not in (None, 1) and not by_hand(args):
-        raise LaunchError(f"--num-nodes {args.num_nodes}: no hosts are given. Remedy: give --hostfile, or run in SLURM.")
+        raise LaunchError(
+            f"--num-nodes {args.num_nodes}: no hosts are given. Remedy: give --hostfile, or run in SLURM, "
+            "or type it on each host with --node-rank K and --master-addr HOST."
+        )
     if args.own_slots is not None:
         return [Host("localhost", args.own_slots)]
     if not args.include and not args.exclude:

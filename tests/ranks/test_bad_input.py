@@ -32,6 +32,30 @@ def make(config: dict[str, Any] | None = None, model: nn.Module | None = None, *
     return zerorun.initialize(model, config or make_config(3), topology=shared_topology(), **options)
 
 
+def half_migrated() -> list[str]:
+    """What is said where an optimizer has some of the parameters, and where step() is never called."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerorun.startup.inputs.info_once", said.append)
+        patch.setattr("zerorun.engine.accumulation.warn_once", said.append)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        config = {key: value for key, value in make_config(1).items() if key != "optimizer"}
+        engine = zerorun.initialize(model, config, optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1))
+        for _ in range(40):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.destroy()
+    return said
+
+
+def test_a_loop_that_is_migrated_by_half_is_told() -> None:
+    for groups, step in run_ranks(2, half_migrated):
+        assert (
+            "2 of 4 parameters that require a gradient are in no group of the optimizer: '0.weight', '0.bias'. They do not"
+            in groups
+        )
+        assert "32 backwards, and engine.step() has not been called yet" in step
+
+
 def wrapped() -> tuple[tuple[str, str], tuple[str, str]]:
     model = torch.nn.parallel.DistributedDataParallel(Gpt())
     return attempt(lambda: make(model=model)), attempt(lambda: make(model=nn.Sequential(model)))

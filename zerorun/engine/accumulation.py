@@ -40,6 +40,7 @@ from ..zero.unit import Unit
 
 IGNORED = -100  # the class that torch's cross-entropy leaves out
 WATCHED_MICRO_BATCHES = 20  # the first ones only: looking at labels on a device means waiting for the device
+_MANY_BACKWARDS = 32  # for each micro-batch of a step: by then a loop has called step(), if it ever does
 _MODES = {"weight": "a weight", "mean": "a loss to be averaged", "sum": "scale_wrt_gas=False", None: ""}
 
 
@@ -368,6 +369,11 @@ class Accumulation:
         if self._is_last is None and not counts:
             return
         self.backwards += 1
+        if self.micro_steps == 0 and self.backwards == _MANY_BACKWARDS * self.batch.accumulation:
+            warn_once(
+                f"{self.backwards} backwards, and engine.step() has not been called yet: no weight has changed. It takes "
+                "the place of optimizer.step() and zero_grad(), and is called after every backward."
+            )
         if self._is_last is None and self.arrivals.lack_scale(late=late):
             self._is_unscaled = True
             self.arrivals.refuse()

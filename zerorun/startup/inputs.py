@@ -23,7 +23,7 @@ from ..distributed.device import CPU
 from ..distributed.tensor_shard import has_marked_parts, shards_of
 from ..distributed.topology import Topology
 from ..errors import ConfigError, ConfigProblem, ModelError, ZerorunError
-from ..log import listed, warn_once
+from ..log import info_once, listed, warn_once
 from ..ops.rounding import MasterFormat
 from ..ops.single_pass import Adam8bit, SinglePassOptimizer
 from ..ops.state_format import StateFormat
@@ -304,7 +304,14 @@ def _numbers_of_groups(model: nn.Module, groups: list[dict[str, Any]]) -> dict[i
             if id(param) in group_of:
                 raise ModelError(f"parameter {known[id(param)]!r} is in the optimizer twice. Remedy: list it once.")
             group_of[id(param)] = index
-    trained = any(param.requires_grad and id(param) in group_of for param in model.parameters())
+    wanted = {name: id(param) in group_of for name, param in model.named_parameters() if param.requires_grad}
+    left_out = [repr(name) for name, is_in_a_group in wanted.items() if not is_in_a_group]
+    trained = len(left_out) < len(wanted)
+    if trained and left_out:
+        info_once(
+            f"{len(left_out)} of {len(wanted)} parameters that require a gradient are in no group of the optimizer: "
+            f"{listed(left_out, 3)}. They do not change, and gradients are clipped by a norm without theirs."
+        )
     if not trained and not isinstance(model, Pipelined):  # a pipeline stage may well have no trainable parameter
         raise ModelError(
             "the model has no trainable parameter that the optimizer could update. Remedy: set requires_grad, or leave "

@@ -336,7 +336,7 @@ class PeerMemory:
                 raise PeersDisagree(
                     f"ranks {self._names[self.rank]} and {self._names[peer]} make different collectives at the same time. "
                     "Remedy: let all ranks take the same path through the model, and let all of them call state_dict(), "
-                    "save_checkpoint() and other methods of the engine, and evaluate"
+                    "save_checkpoint() and other methods of the engine, and none of them alone evaluate or end"
                 )
             if bytes_there != size:
                 raise PeersDisagree(
