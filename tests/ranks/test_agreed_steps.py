@@ -127,6 +127,33 @@ def test_data_that_one_stage_cannot_read_is_left_out_by_all(batch_fn: bool) -> N
     assert first.startswith("PipelineError: rank 1 could not read its micro-batches: OSError: planted. All stages have")
 
 
+def failing_evaluation() -> tuple[str, str]:
+    """What a loss function says that fails in an evaluation, and what the batch after it says, on the last stage."""
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    armed = [True]
+
+    def loss(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        if armed:
+            raise ValueError("planted")
+        return (out - labels).square().mean()
+
+    model = zerorun.PipelineModule(layers, num_stages=2, loss_fn=loss)
+    engine = zerorun.initialize(model, make_config(1, pipeline={"stages": 2}))
+    if dist.get_rank() == 0:
+        return failing(lambda: engine.eval_batch(batch(0), reduce_output=None)), ""
+    first = failing(lambda: engine.eval_batch(batch(0), reduce_output=None))
+    armed.clear()
+    return first, attempt(lambda: engine.train_batch(batch(1)))[1]
+
+
+def test_no_batch_follows_one_that_failed_on_its_way() -> None:
+    """Stages are at different places: the next sum of one was another than that which the other waited for."""
+    _, (first, second) = run_ranks(2, failing_evaluation)
+    assert (
+        first == "planted" and "an earlier batch failed on its way through the pipeline, with ValueError: planted" in second
+    )
+
+
 def own_rate(engine: zerorun.Engine, scale: float) -> Callable[[], None]:
     def change() -> None:
         assert engine.optimizer is not None

@@ -195,7 +195,7 @@ def _refuse_other_dicts(engine: Engine, state: object) -> None:
         other = next((rank for rank, theirs in enumerate(found) if not theirs[0] or theirs[1] != found[0][1]), 0)
         raise CheckpointError(
             f"load_module_state_dict(): data-parallel rank {other} gives no dict, or another one than rank 0. Nothing was "
-            "loaded. Remedy: give all ranks the same dict, for example by torch.load(file, mmap=True) on each."
+            "loaded. Remedy: give all ranks the same dict, reading the file on each."
         )
 
 

@@ -450,13 +450,22 @@ class Accumulation:
         random numbers."""
         self._compared += number if math.isfinite(number) else 0.0
 
-    def told(self, wishes: Sequence[int], alike: Sequence[float | None], *, must_know: bool) -> Told:
-        """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step."""
+    def told(self, wishes: Sequence[int], rates: float | None, *, must_know: bool) -> Told:
+        """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step.
+
+        By what losses divide gradients must be the same on all ranks that have any: 0 stands for weights of their own. So
+        must ``rates``.
+        """
+        divisor = (
+            None if self._mode is None else 0 if self.is_weighted else 1 if self._mode == "sum" else self.batch.accumulation
+        )
         unread = UnreadLosses(self.notes.marks, self.notes.weights)
         observed = None
         if self._observes:
             observed = sum(self._losses, torch.zeros(2, dtype=torch.float64, device=self._device))
-        return Told(len(self.notes.bad_losses), self._weight, self._compared, wishes, alike, unread, must_know, observed)
+        return Told(
+            len(self.notes.bad_losses), self._weight, self._compared, wishes, (divisor, rates), unread, must_know, observed
+        )
 
     # -- the divisor ---------------------------------------------------------------------------------------------
 
@@ -464,13 +473,6 @@ class Accumulation:
     def is_weighted(self) -> bool:
         """True if losses of this step come with weights."""
         return self._mode == "weight"
-
-    @property
-    def divisor(self) -> int | None:
-        """By what losses divide gradients besides the number of ranks: 0 for their weights; None if there were none."""
-        if self._mode is None:
-            return None
-        return 0 if self.is_weighted else 1 if self._mode == "sum" else self.batch.accumulation
 
     def unscale(self, weight: torch.Tensor | float) -> torch.Tensor | float:
         """Return the factor that turns accumulated gradients into averaged, unscaled ones.

@@ -40,7 +40,7 @@ from ..zero.unit import links_of
 from .accumulation import Accumulation, ScaledBackward, check_loss, refuse_no_backward, running, samples_of_step
 from .compilation import show_compilation
 from .curvature import CurvatureTaking
-from .outcomes import History, UnsettledStep
+from .outcomes import History, UnsettledStep, is_refused, rates_of, refuse_changes, refuse_differing
 from .saving import automatic_saves_of
 
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
@@ -296,10 +296,9 @@ class Engine(CurvatureTaking):
         self.history.progress.begin()
         self.sharded_model.reduce()
         asked = saves.wishes() if saves is not None else ()
-        wishes = (board.wanted_trace, self.accumulation.backwards, self._is_refused(), *asked)
-        alike = (self.accumulation.divisor, self._rates())
+        wishes = (board.wanted_trace, self.accumulation.backwards, is_refused(self.sharded_model), *asked)
         must_know = self.lr_scheduler is not None and not has_state(self.lr_scheduler)
-        summary = self.sharded_model.norm(self.accumulation.told(wishes, alike, must_know=must_know))
+        summary = self.sharded_model.norm(self.accumulation.told(wishes, rates_of(self.sharded_model), must_know=must_know))
         trace, backwards, refusals, *others = summary.wishes
         backwards = -(-backwards // self.topology.world_size)  # some ranks may have had no gradients in some of them
         board.agree_on_trace(trace)
@@ -307,10 +306,11 @@ class Engine(CurvatureTaking):
             self.memory_copies.settle()  # a step is finished only when the one before it is kept
         try:
             if refusals:
-                agree(self._refuse_changes, self.comm.control.values)
+                agree(lambda: refuse_changes(self.sharded_model), self.sharded_model.comm.control.values)
             self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
             refuse_no_backward(backwards)
-            self._refuse_differing(*summary.differing)
+            divisors, rates = summary.differing
+            refuse_differing(self.sharded_model, divisors=divisors, rates=rates)
             self._update(summary, backwards, lr_kwargs)
         finally:
             self._forget_gradients()

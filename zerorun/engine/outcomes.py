@@ -22,6 +22,7 @@ from ..plan.forwards import uncompiled
 from ..watch.board import board
 from ..zero.norm import Decision, Outcome, Summary
 from ..zero.placeholders import released_parameter
+from ..zero.sharded_model import ShardedModel
 from .accumulation import UNUSABLE_WEIGHT, Notes, is_in_a_step, refuse_no_weight, warn_of_kept
 from .batches import Batches
 from .reports import LoopQueries, Reports
@@ -187,6 +188,54 @@ class Counters(Batches):
         self.accumulation.go_on_from(self.global_steps * each if micro_steps % each else micro_steps)
 
 
+# -- what makes a step wrong before it is one: all ranks must know, so that none takes it alone ---------------------
+
+
+def is_refused(model: ShardedModel) -> bool:
+    """Whether this rank refuses the step."""
+    try:
+        refuse_changes(model)
+    except ZerorunError:
+        return True
+    return False
+
+
+def refuse_changes(model: ShardedModel) -> None:
+    """Raise StepError for what a script has changed in the model and must not, or if an update or a load broke off."""
+    assert model.optimizer is not None
+    model.half_loaded.refuse()
+    model.runtime.guard.refuse_thawed()
+    model.runtime.guard.added.refuse_trained()
+    model.optimizer.refuse_changed_needs()
+
+
+def rates_of(model: ShardedModel) -> float | None:
+    """A number that tells the learning rates of this rank; None where others may have their own, as pipeline stages."""
+    assert model.optimizer is not None
+    rates: list[Any] = [group.get("lr") for group in model.optimizer.optimizer.param_groups]
+    if model.comm.topology.pipe > 1 or not all(isinstance(rate, (int, float)) for rate in rates):
+        return None
+    return float(sum(number * rate for number, rate in enumerate(rates, 1)))
+
+
+def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> None:
+    """Raise StepError, on all ranks alike, if ``divisors`` of gradients differ between ranks, or learning ``rates``."""
+    if divisors:
+        raise StepError(
+            "ranks divide the gradients of this step by different numbers: backward() was called with weight=... or "
+            "scale_wrt_gas=False on some, and without on others, or micro-batches are counted otherwise. Weights are those "
+            "before this step. Remedy: do the same on all ranks; where nothing counts, pass weight=0."
+        )
+    if rates:
+        assert model.optimizer is not None
+        found = model.comm.control.values([group["lr"] for group in model.optimizer.optimizer.param_groups])
+        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), 0)
+        raise StepError(
+            f"rank {other} has the learning rates {found[other]}, and rank 0 {found[0]}. Weights are as before the step. "
+            "Remedy: give all ranks the same rates and schedule, and one that watches a metric its mean over all ranks."
+        )
+
+
 class Outcomes(Reports, Counters, LoopQueries):
     """The part of an engine that tells the outcome of a step."""
 
@@ -315,51 +364,6 @@ class Outcomes(Reports, Counters, LoopQueries):
             self.history.fail(None)
             self.zero_grad(counted=True)
             failure()
-
-    # -- what makes a step wrong before it is one ------------------------------------------------------------------
-
-    def _is_refused(self) -> bool:
-        """Whether this rank refuses the step. All ranks must know, so that none takes it alone."""
-        try:
-            self._refuse_changes()
-        except ZerorunError:
-            return True
-        return False
-
-    def _refuse_changes(self) -> None:
-        """Raise StepError for what a script has changed in the model and must not, or if an update or a load broke off."""
-        model = self.sharded_model
-        assert model.optimizer is not None
-        model.half_loaded.refuse()
-        model.runtime.guard.refuse_thawed()
-        model.runtime.guard.added.refuse_trained()
-        model.optimizer.refuse_changed_needs()
-
-    def _rates(self) -> float | None:
-        """A number that tells the learning rates of this rank; None where others may have their own, as pipeline stages."""
-        assert self.sharded is not None
-        rates: list[Any] = [group.get("lr") for group in self.sharded.optimizer.param_groups]
-        if self.topology.pipe > 1 or not all(isinstance(rate, (int, float)) for rate in rates):
-            return None
-        return float(sum(number * rate for number, rate in enumerate(rates, 1)))
-
-    def _refuse_differing(self, divisors: bool, rates: bool) -> None:
-        """Raise StepError, on all ranks alike, if ``divisors`` of gradients differ between ranks, or learning ``rates``."""
-        if divisors:
-            raise StepError(
-                "ranks divide the gradients of this step by different numbers: backward() was called with weight=... or "
-                "scale_wrt_gas=False on some, and without on others, or micro-batches are counted otherwise. Weights are "
-                "those before this step. Remedy: do the same on all ranks; where nothing counts, pass weight=0."
-            )
-        if rates:
-            assert self.sharded is not None
-            found = self.comm.control.values([group["lr"] for group in self.sharded.optimizer.param_groups])
-            other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), 0)
-            raise StepError(
-                f"at step {self.global_steps}, rank {other} has the learning rates {found[other]}, and rank 0 {found[0]}. "
-                "Weights are those before this step. Remedy: give all ranks the same rates and schedule, and one that "
-                "watches a metric its mean over all ranks."
-            )
 
     def _refuse_losses(self, summary: Summary) -> None:
         if summary.bad_losses:

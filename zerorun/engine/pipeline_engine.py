@@ -250,6 +250,7 @@ class PipelineEngine(Engine):
         Raises, on all ranks alike, StopIteration if any rank has too few, and PipelineError if a rank has no data or if
         ranks that must read the same data read different data.
         """
+        self._executor.refuse_stuck()
         found: list[Any] = [None] * count
         ended, lacks, failure = False, "", None
         if self.is_first_stage() or self.is_last_stage():

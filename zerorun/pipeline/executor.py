@@ -71,7 +71,7 @@ class Executor:
         self._root_of, self._begin, self._last_backward, self._around = root_of, begin, last_backward, around
         self.clock = clock
         self._kept: dict[Key, _Kept] = {}
-        self._failed = False  # True while a batch runs, and after it has failed
+        self._failed, self._error = False, ""  # True while a batch runs, and after it has failed
         self.losses: list[torch.Tensor] = []  # of the micro-batches so far, on the last stage
         self.outputs: list[Any] = []  # of the last part, if the schedule has only forwards
         self.timed: list[Timed] = []  # the computations
@@ -99,6 +99,9 @@ class Executor:
                 board.enter(Phase.PIPELINE)
                 self._p2p.finish()
             self._failed = False
+        except BaseException as error:
+            self._error = f"{type(error).__name__}: {error}"
+            raise
         finally:
             self._kept = {}  # it holds graphs, whose hooks refer to the engine
 
@@ -112,12 +115,16 @@ class Executor:
         """True if a batch failed on this stage, so that other stages may still wait for its messages."""
         return self._failed and self._p2p is not None
 
-    def _begin_run(self) -> None:
+    def refuse_stuck(self) -> None:
+        """Raise PipelineError if a batch failed on this stage. To be called before other stages wait for this one."""
         if self.is_stuck:
             raise PipelineError(
-                "an earlier batch failed on its way through the pipeline, and stages may be at different places. Remedy: "
-                "initialize() again and load a checkpoint."
+                f"an earlier batch failed on its way through the pipeline, with {self._error}, and stages may be at "
+                "different places. Remedy: mend that, initialize() again and load a checkpoint."
             )
+
+    def _begin_run(self) -> None:
+        self.refuse_stuck()
         self._failed = True
         self._kept, self.losses, self.outputs, self.timed = {}, [], [], []
 

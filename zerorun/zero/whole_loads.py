@@ -80,7 +80,7 @@ def _refuse_other_kinds(weights: object) -> None:
     if not isinstance(weights, Mapping):
         raise CheckpointError(
             f"load_state_dict(): the weights are {type(weights).__name__}, and no dict. Nothing was loaded. Remedy: give "
-            "all ranks the same weights, for example by torch.load(file, mmap=True) on each."
+            "all ranks the same weights, reading the file on each."
         )
 
 
@@ -146,7 +146,7 @@ def _differing_names(
     if other is not None:
         raise CheckpointError(
             f"load_state_dict(): rank {other} gives other names than rank 0. Nothing was loaded. Remedy: give all ranks "
-            "the same weights, for example by torch.load(file, mmap=True) on each."
+            "the same weights, reading the file on each."
         )
     known = {name for names, _, _ in found for name in names}
     return _IncompatibleKeys(sorted({name for _, names, _ in found for name in names}), sorted(weights.keys() - known))
