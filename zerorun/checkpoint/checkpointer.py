@@ -299,9 +299,10 @@ class Checkpointer:
         self.wait()
         path, named = self._meet("load_checkpoint()", lambda: (directory_of(directory), tag_of(tag)))
         ranks = self.saver.ranks
-        named = ranks.gather(named)[0]  # rank 0's counts, as for saves
         refuse_other(ranks, wanted, "load_checkpoint()")
-        if named is None and any(ranks.gather((path / MANIFEST).is_file())):  # what save_checkpoint() has returned
+        tags, are_checkpoints = zip(*ranks.gather((named, (path / MANIFEST).is_file())), strict=True)
+        named = tags[0]  # rank 0's counts, as for saves
+        if named is None and any(are_checkpoints):  # what save_checkpoint() has returned
             path, named = path.parent, path.name
         self.subject.model.make_ready()  # otherwise they would change what is loaded
         if named is not None:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from ..distributed.agreement import first_other
 from ..distributed.topology import Topology
 from ..distributed.transport.world import HostGroup
 from ..distributed.waits import waiting
@@ -113,7 +114,7 @@ class Ranks:
 def refuse_other(ranks: Ranks, wanted: object, what: str) -> None:
     """Raise CheckpointError, on all ranks alike, unless all ask ``what`` for the same, which reads so. Collective."""
     asked = ranks.gather(str(wanted))
-    other = next((rank for rank, text in enumerate(asked) if text != asked[0]), None)
+    other = first_other(asked)
     if other is not None:
         raise CheckpointError(
             f"{what} was asked for {asked[other]} on rank {other}, and for {asked[0]} on rank 0. Remedy: pass the same "

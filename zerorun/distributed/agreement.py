@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from .. import errors
@@ -30,6 +30,11 @@ def agree(check: Callable[[], T], gather: Callable[[Told], list[Any]]) -> T:
         if told is not None:
             raise _same_error(told[0], f"rank {rank}: {told[1]}")
     return result[0]
+
+
+def first_other(found: Sequence[Any]) -> int | None:
+    """The first rank whose value, of those ``found`` by rank, is not rank 0's; None if all are the same."""
+    return next((rank for rank, value in enumerate(found) if value != found[0]), None)
 
 
 def _same_error(name: str, text: str) -> errors.ZerorunError:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..config.parse import Config
+from ..distributed.agreement import first_other
 from ..errors import LossScaleError, NonFiniteError, StepError, ZerorunError
 from ..log import is_rank_zero, listed, logger
 from ..monitors.device_sample import DeviceSample
@@ -229,7 +230,7 @@ def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> Non
     if rates:
         assert model.optimizer is not None
         found = model.comm.control.values([group["lr"] for group in model.optimizer.optimizer.param_groups])
-        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), 0)
+        other = first_other(found) or 0
         raise StepError(
             f"rank {other} has the learning rates {found[other]}, and rank 0 {found[0]}. Weights are as before the step. "
             "Remedy: give all ranks the same rates and schedule, and one that watches a metric its mean over all ranks."

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
-from ..distributed.agreement import agree
+from ..distributed.agreement import agree, first_other
 from ..errors import CheckpointError, ZerorunError
 from ..log import listed
 from ..plan.weights import inside
@@ -142,7 +142,7 @@ def _differing_names(
     given = {id(value) for name, value in own.items() if name in weights and isinstance(value, torch.Tensor)}
     missing = [name for name, value in own.items() if name not in weights and id(value) not in given]
     found = gather((list(own), missing, hashlib.sha256("\n".join(sorted(weights)).encode()).hexdigest()))
-    other = next((rank for rank, (_, _, names) in enumerate(found) if names != found[0][2]), None)
+    other = first_other([names for _, _, names in found])
     if other is not None:
         raise CheckpointError(
             f"load_state_dict(): rank {other} gives other names than rank 0. Nothing was loaded. Remedy: give all ranks "
