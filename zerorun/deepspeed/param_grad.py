@@ -88,9 +88,8 @@ def _write(param: torch.Tensor, value: torch.Tensor | None) -> None:
     None is harmless where there is nothing, as after a step or before a backward; and the engine takes away by it what
     autograd has left.
     """
-    found = (
-        None if torch._C._current_graph_task_id() != -1 else _engine_of(param)
-    )  # a function's own backward is autograd's
+    in_a_backward = torch._C._current_graph_task_id() != -1  # where a function of autograd may set it
+    found = None if in_a_backward else _engine_of(param)
     if found is not None and (value is not None or _is_kept(param, *found)):
         what = "set by hand" if value is not None else "set to None between backward and step"
         raise StepError(f"param.grad of {found[1].name!r} was {what}: the step would not see it. {_REMEDY}")
