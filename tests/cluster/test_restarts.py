@@ -11,7 +11,7 @@ from harness import patience
 from jobs import Job, assert_nothing_left
 from testbed import Cluster, wait_for
 
-NOTE = "print('attempt', attempt, 'rank', rank, 'of', world, 'port', os.environ['MASTER_PORT'], flush=True)\n"
+NOTE = "print('attempt', attempt, 'rank', rank, 'of', world, 'port', os.environ['MASTER_PORT'], 'end', flush=True)\n"
 
 
 def attempts(out: str) -> list[tuple[int, int, int]]:
@@ -23,8 +23,9 @@ def attempts(out: str) -> list[tuple[int, int, int]]:
 
 
 def second(out: str) -> list[tuple[int, int, int]]:
-    """The ``attempts`` after a host has crashed: with it went lines of the first one that were on their way."""
-    return [entry for entry in attempts(out) if entry[0] > 0]
+    """The ``attempts`` after a host has crashed: with it went lines, or parts of lines, that were on their way."""
+    whole = [line for line in out.splitlines() if line.endswith(" end")]
+    return [entry for entry in attempts("\n".join(whole)) if entry[0] > 0]
 
 
 def test_worker_fails_and_all_start_again(cluster: Cluster, tmp_path: Path) -> None:

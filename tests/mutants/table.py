@@ -5061,6 +5061,22 @@ MUTANTS = (
         ("tests/ranks/test_whole_loads.py::test_what_one_stage_refuses_changes_none",),
     ),
     Mutant(
+        "data-of-other-lengths-are-taken",
+        "swallowed",
+        "zerorun/startup/same_model.py",
+        "    other = first_other([samples for _, samples in counts])",
+        "    other = None",
+        ("tests/ranks/test_bad_input.py", "-k", "other_lengths"),
+    ),
+    Mutant(
+        "an-update-of-gradients-fails-on-one-rank",
+        "swallowed",
+        "zerorun/zero/edits.py",
+        "    agree(update, model.comm.control.data_values)",
+        "    update()",
+        ("tests/ranks/test_agreed_steps.py", "-k", "update_of_gradients"),
+    ),
+    Mutant(
         "digits-of-loaded-weights-are-lost",
         "bound",
         "zerorun/zero/whole_loads.py",

@@ -19,9 +19,13 @@ import zerorun
 from zerorun.errors import PipelineError
 from zerorun.zero import (
     safe_get_full_fp32_param,
+    safe_get_local_fp32_param,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_update_full_grad_vectorized,
 )
 
 
@@ -228,6 +232,9 @@ def set_alone(stage: int) -> tuple[list[tuple[str, str]], bool]:
     said.append(attempt(lambda: safe_set_full_optimizer_state(param, value, "exp_avg")))  # type: ignore[arg-type]
     engine.backward(engine(data()).square().mean())
     said.append(attempt(lambda: safe_set_full_grad(param, value)))  # type: ignore[arg-type]
+    local = torch.ones_like(safe_get_local_fp32_param(param)) if dist.get_rank() == 0 else None
+    said.append(attempt(lambda: safe_set_local_fp32_param(param, local)))  # type: ignore[arg-type]
+    said.append(attempt(lambda: safe_set_local_grad(param, local)))  # type: ignore[arg-type]
     after = safe_get_full_fp32_param(param)
     assert before is not None and after is not None
     return said, torch.equal(before, after)
@@ -237,3 +244,26 @@ def set_alone(stage: int) -> tuple[list[tuple[str, str]], bool]:
 def test_a_value_that_one_rank_lacks_is_set_on_none(stage: int) -> None:
     for said, stayed in run_ranks(2, set_alone, stage):
         assert stayed and all(kind == "ModelError" and "NoneType" in text for kind, text in said), said
+
+
+def updated_alone(stage: int) -> tuple[tuple[str, str], bool]:
+    """What is said of an update of gradients that fails on rank 1, and whether a step follows its remedy."""
+    engine = zerorun.initialize(plain_model(), make_config(stage))
+    engine.backward(engine(data()).square().mean())
+
+    def halved(gradient: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise ValueError("planted")
+        return gradient / 2
+
+    said = attempt(lambda: safe_update_full_grad_vectorized(engine.module.parameters(), halved))
+    engine.zero_grad()
+    engine.backward(engine(data()).square().mean())
+    engine.step()
+    return said, engine.global_steps == 1
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_an_update_of_gradients_that_fails_on_one_rank_fails_on_all(stage: int) -> None:
+    for (kind, text), goes_on in run_ranks(2, updated_alone, stage):
+        assert kind == "StepError" and "update_func failed for" in text and "ValueError: planted" in text and goes_on, text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -232,6 +233,24 @@ def complex_parameter_made_in_init() -> tuple[str, str]:
 
 def number_as_training_data() -> tuple[str, str]:
     return attempt(lambda: make(training_data=3))
+
+
+def other_lengths_of_training_data() -> tuple[str, str]:
+    return attempt(lambda: make(training_data=list(range(32 - dist.get_rank()))))
+
+
+class WithoutLength(list[int]):
+    def __len__(self) -> int:
+        return int(None) if dist.get_rank() == 1 else 32  # type: ignore[call-overload]
+
+
+def failing_length_on_one_rank() -> tuple[str, str]:
+    return attempt(lambda: make(training_data=WithoutLength()))
+
+
+def schedule_on_one_rank() -> tuple[str, str]:
+    schedule = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+    return attempt(lambda: make(lr_scheduler=schedule if dist.get_rank() == 0 else None))
 
 
 def generator_as_training_data_on_one_rank() -> tuple[str, str]:
@@ -477,6 +496,9 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     complex_parameter: (ModelError, ["'gain'", "complex64", "imaginary part", "view_as_complex"]),
     complex_parameter_made_in_init: (ModelError, ["'gain'", "complex64", "imaginary part", "Remedy"]),
     number_as_training_data: (ModelError, ["training_data", "__getitem__", "int"]),
+    other_lengths_of_training_data: (ModelError, ["31 samples on rank 1", "32 on rank 0", "Remedy"]),
+    failing_length_on_one_rank: (ModelError, ["len(training_data)", "WithoutLength", "TypeError", "Remedy"]),
+    schedule_on_one_rank: (ModelError, ["rank 0 has an lr_scheduler", "rank 1 none", "Remedy"]),
     generator_as_training_data_on_one_rank: (ModelError, ["training_data", "list_iterator"]),
     lbfgs: (ModelError, ["LBFGS"]),
     meta_parameters: (ModelError, ["meta device", "zero.Init"]),

@@ -70,7 +70,7 @@ from ..startup.job_topology import topology_of_job
 from ..startup.optimizer_on_pieces import shard_optimizer
 from ..startup.parallelize import cut, divide, divide_sequences, plan_experts, plan_layers, plan_sequences
 from ..startup.parallelized_model import ParallelizedModel
-from ..startup.same_model import compare_ranks
+from ..startup.same_model import compare_extras, compare_ranks
 from ..startup.shared_memory import refuse_shared_memory
 from ..watch.board import Phase, board, during, limit_waits
 from ..zero.builder import build, map_shards
@@ -243,6 +243,7 @@ def _read(
         return in_fp8, described(model, wanted.fp8, in_fp8, device.type)
 
     in_fp8, note = _agree(refuse)
+    compare_extras(script.lr_scheduler, script.training_data)
     return wanted.noting(note, *loader_notes(wanted, script.training_data)), raw, in_fp8
 
 

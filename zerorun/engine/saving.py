@@ -21,8 +21,9 @@ from ..checkpoint.inventory import Subject
 from ..checkpoint.load import Wanted
 from ..checkpoint.memory_copies import MemoryCopies
 from ..checkpoint.ranks import attempt
-from ..checkpoint.requests import translate
+from ..checkpoint.requests import directory_of, translate
 from ..config.parse import Config
+from ..distributed.agreement import agree
 from ..errors import CheckpointError, StepError
 from ..log import logger, warn_once
 from ..plan.forwards import uncompiled
@@ -248,15 +249,16 @@ class Saving(Outcomes):
                 "Remedy: set it to true, or call engine.export(dir)."
             )
             return False
+        tell = self.sharded_model.comm.control.values
+        path = agree(lambda: directory_of(save_dir) / save_filename, tell)
         found = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        path = Path(save_dir, save_filename)
 
         def write() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(path, partial(torch.save, found))
 
         problem = attempt(write)[1] if found is not None else None
-        for other in self.sharded_model.comm.control.values(problem):  # nobody reads the file before it is there
+        for other in tell(problem):  # nobody reads the file before it is there
             if other is not None:
                 raise CheckpointError(f"save_16bit_model() could not write {path}: {other.text}")
         return True

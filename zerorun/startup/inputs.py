@@ -489,6 +489,20 @@ def _refuse_unusable_data(data: Any) -> None:
             "training_data must be a dataset with __len__ and __getitem__, or an IterableDataset; got "
             f"{type(data).__name__}. Remedy: pass such a dataset, or iterate over the data in the loop without passing it."
         )
+    samples_of(data)
+
+
+def samples_of(data: Any) -> int | None:
+    """How many samples ``training_data`` has, which ranks share; None if it is a stream, or a loader of this rank alone."""
+    if data is None or has_position(data) or isinstance(data, IterableDataset):
+        return None
+    try:
+        return len(data)
+    except Exception as error:  # of the script's own code: no rank may go on without this one
+        raise ModelError(
+            f"len(training_data) of a {type(data).__name__} failed: {type(error).__name__}: {error}. Remedy: mend it, or "
+            "iterate over the data in the loop without passing it."
+        ) from error
 
 
 def refuse_settings_of_a_loader(config: Config, data: Any, collate_fn: Any) -> None:

@@ -1,4 +1,4 @@
-"""Whether all ranks build the same model, by the same configuration: what differs is told before any of it is moved."""
+"""Whether all ranks build the same model and the same loop around it: what differs is told before any of it is moved."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config.parse import Config
+from ..distributed.agreement import first_other
 from ..distributed.topology import Topology
 from ..distributed.transport.world import gather_values
 from ..distributed.waits import waiting
@@ -18,6 +19,7 @@ from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.weights import sums_of_scales
 from ..zero.init import partitioned_as
+from .inputs import samples_of
 from .parallelize import is_part
 
 
@@ -45,6 +47,33 @@ def compare_ranks(model: nn.Module, config: Config, topology: Topology | None, r
             raise ModelError(_other_cut(rank, theirs[3], found[0][3]))
         if theirs[1] != found[theirs[2]][1]:
             _explain_difference(described, rank, theirs[2], "model")
+
+
+def compare_extras(lr_scheduler: Any, training_data: Any) -> None:
+    """Raise ModelError, on all ranks alike, if only some have a schedule, or if their datasets have different lengths.
+
+    A rank without data is left out: only the first and the last stage of a pipeline read any.
+    """
+    if dist.get_world_size() == 1:
+        return
+    with waiting("initialize(): whether all ranks have the same schedule and data"):
+        found: list[tuple[bool, int | None]] = gather_values((lr_scheduler is not None, samples_of(training_data)))
+    rank = first_other([has_schedule for has_schedule, _ in found])
+    if rank is not None:
+        has, lacks = (0, rank) if found[0][0] else (rank, 0)
+        raise ModelError(
+            f"rank {has} has an lr_scheduler, and rank {lacks} none: it would go on with other learning rates. Remedy: "
+            "pass lr_scheduler= on all ranks, or on none."
+        )
+    counts = [(rank, samples) for rank, (_, samples) in enumerate(found) if samples is not None]
+    other = first_other([samples for _, samples in counts])
+    if other is not None:
+        (first, ours), (rank, theirs) = counts[0], counts[other]
+        raise ModelError(
+            f"training_data has {theirs} samples on rank {rank}, and {ours} on rank {first}: each rank takes its part of "
+            "one dataset, and some would end before others. Remedy: pass the same whole dataset on all ranks, or iterate "
+            "over data of its own in the loop, without passing it."
+        )
 
 
 def _other_cut(rank: int, theirs: list[int], ours: list[int]) -> str:

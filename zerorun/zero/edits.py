@@ -68,7 +68,7 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     model, home, flat_group = trained(param, "safe_set_local_grad")
     place = owned_part(home, owned_gradient(flat_group))
-    flat = _local(home, place, value, "safe_set_local_grad")
+    flat = agree(lambda: _local(home, place, value, "safe_set_local_grad"), model.comm.control.data_values)
     _reduce(model, "safe_set_local_grad", repr(home.name))
     _refuse_none(flat_group, home, "safe_set_local_grad")
     place.copy_(_summand(model, flat_group, flat.to(place) / model.gradient_factor()))
@@ -79,7 +79,8 @@ def safe_update_full_grad_vectorized(params: Iterable[torch.Tensor], update_func
     """Replace the gradient of each of ``params`` by ``update_func(full gradient, parameter)``. One all-gather for a unit.
 
     All ranks must call it with the same parameters, and ``update_func`` must return the same on all of them. Parameters
-    that require no gradient are passed over, and each is updated once. Raises what ``safe_set_full_grad`` raises.
+    that require no gradient are passed over, and each is updated once. Raises what ``safe_set_full_grad`` raises, and
+    StepError, on all ranks alike, where ``update_func`` fails on one: some gradients may be replaced then.
     """
     function = "safe_update_full_grad_vectorized"
     found = {id(param): trained(param, function) for param in params if param.requires_grad}
@@ -99,12 +100,22 @@ def _update_group(
 ) -> None:
     """Update the gradients of some parameters of one flat group, which is gathered once."""
     first, flat_group = members[0]
+    function = "safe_update_full_grad_vectorized"
     flat = gathered_gradients(model, first.unit, flat_group).clone()  # at stage 0 it is what is written to
-    for home, _ in members:
-        param = flat_group.params[home.entry]
-        value = update_func(whole_gradient(model, home, flat, factor), param)
-        part = part_of_value(model, home, value, "safe_update_full_grad_vectorized")
-        _store_gradient(model, home, flat_group, part, factor)
+
+    def update() -> None:
+        for home, _ in members:
+            gradient, param = whole_gradient(model, home, flat, factor), flat_group.params[home.entry]
+            try:
+                value = update_func(gradient, param)
+            except Exception as error:  # other ranks must not go on to the next collective without this one
+                raise StepError(
+                    f"{function}(...): update_func failed for {home.name!r} with {type(error).__name__}: {error}. Some "
+                    "gradients are replaced. Remedy: mend it, call engine.zero_grad(), and run the micro-batches again."
+                ) from error
+            _store_gradient(model, home, flat_group, part_of_value(model, home, value, function), factor)
+
+    agree(update, model.comm.control.data_values)
 
 
 def _store_gradient(
@@ -148,7 +159,8 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """
     function = "safe_set_local_fp32_param"
     model, home, flat_group = trained(param, function)
-    flat = _local(home, owned_part(home, flat_group.master), value, function)
+    own = owned_part(home, flat_group.master)
+    flat = agree(lambda: _local(home, own, value, function), model.comm.control.data_values)
     compare_request(model, function, [repr(home.name)])
     model.comm.fence()  # others may still read the old values
     exact = flat_group.exact
