@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import zerorun
+from zerorun.errors import did_you_mean
 
 from .foreign_options import add_foreign_options, launcher_name, torchrun_defaults
 
@@ -238,6 +239,13 @@ def _add(parser: argparse.ArgumentParser, *names: str, **options: Any) -> None:
         parser.add_argument(*twins, **hidden)
 
 
+def _likely(parser: argparse.ArgumentParser, word: str) -> str:
+    """Ask whether an option that --help names was meant by ``word``; empty if none is similar."""
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    known = {name[2:] for action in shown for name in action.option_strings if name.startswith("--")}
+    return did_you_mean(word.partition("=")[0].strip("-").replace("_", "-"), known)
+
+
 def parse_args(
     parser: argparse.ArgumentParser, argv: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> argparse.Namespace:
@@ -253,7 +261,8 @@ def parse_args(
     argv = [*taken.values(), *argv]
     args, unknown = parser.parse_known_args(argv)
     if unknown:
-        parser.error(f"unknown option {unknown[0]}. Options of the script belong after the script.")
+        likely = f" {question}" if (question := _likely(parser, unknown[0])) else ""
+        parser.error(f"unknown option {unknown[0]}.{likely} Options of the script belong after the script.")
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     args.words = argv
     args.own_slots = None  # all that this machine has, unless a hostfile says which

@@ -183,6 +183,8 @@ def test_script_arguments_are_not_read_by_us(script: str, before: list[str]) -> 
     [
         ([], "no script given"),
         (["--autotune=run", "train.py"], "unknown option --autotune=run. Options of the script belong after the script."),
+        (["--max-restart=1", "train.py"], 'unknown option --max-restart=1. Did you mean "max-restarts"? Options of the'),
+        (["--log_dirs", "train.py"], 'Did you mean "log-dir"? Options of the'),
         (["--autotuning=run", "train.py"], "--autotuning: zerorun has no such option. Remedy: zerorun-plan"),
         (["-r", "3", "train.py"], "--redirects: output that is not shown would be lost. Remedy: --log-dir DIR"),
         (["-r", "0:3", "train.py"], "'0:3' is not 0, 1, 2 or 3"),

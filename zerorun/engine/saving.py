@@ -249,8 +249,7 @@ class Saving(Outcomes):
                 "Remedy: set it to true, or call engine.export(dir)."
             )
             return False
-        tell = self.sharded_model.comm.control.values
-        path = agree(lambda: directory_of(save_dir) / save_filename, tell)
+        path = agree(lambda: directory_of(save_dir) / save_filename, self.sharded_model.comm.control.values)
         found = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
         def write() -> None:
@@ -258,7 +257,7 @@ class Saving(Outcomes):
             replace_file(path, partial(torch.save, found))
 
         problem = attempt(write)[1] if found is not None else None
-        for other in tell(problem):  # nobody reads the file before it is there
+        for other in self.sharded_model.comm.control.values(problem):  # nobody reads the file before it is there
             if other is not None:
                 raise CheckpointError(f"save_16bit_model() could not write {path}: {other.text}")
         return True
