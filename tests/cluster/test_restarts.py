@@ -87,7 +87,7 @@ def test_too_few_hosts_are_left(cluster: Cluster, tmp_path: Path) -> None:
 @pytest.mark.parametrize("how", by_day(("crash", "power_off"), "power_off"))
 def test_a_spare_takes_the_place_of_a_lost_host(cluster: Cluster, tmp_path: Path, how: str) -> None:
     """And its ranks, at once: nobody waits for the lost one. A host that goes silent is lost after six seconds."""
-    script = NOTE + "meet()\nprint('at', time.monotonic(), flush=True)\nif attempt == 0: time.sleep(100)\n"
+    script = NOTE + "meet()\nprint(f'at {time.monotonic()}', flush=True)\nif attempt == 0: time.sleep(100)\n"
     script += "print('host', rank, os.uname().nodename, flush=True)\n"
     job = Job(cluster, tmp_path, script, "--max-restarts=1", "--spares=1", hosts=4)
     wait_for(lambda: len(list(tmp_path.glob("here.0.*"))) == 3, 20, "all ranks run")
