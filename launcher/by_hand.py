@@ -36,7 +36,18 @@ from .loop import signals_as_bytes
 from .node import Listener, LocalNode, make_log_dir
 from .remote import LONGEST_MESSAGE, Node, RemoteNode
 from .reserve import HostPlaces
-from .secret import GUEST, GUEST_WRITES, LEADER, LEADER_WRITES, Seal, is_nonce, new_nonce, proof, proves
+from .secret import (
+    GUEST,
+    GUEST_WRITES,
+    LEADER,
+    LEADER_WRITES,
+    SILENT_WAIT_SECONDS,
+    Seal,
+    is_nonce,
+    new_nonce,
+    proof,
+    proves,
+)
 
 JOIN_SECONDS = 300.0  # long, because the commands are typed one after the other
 RETURN_SECONDS = 30.0  # for a host to join again before a restart
@@ -284,7 +295,8 @@ def join(
     secret: str,
 ) -> int:
     """Serve the leader at ``address``, and return the exit status that it gives. Raises LaunchError."""
-    line = enter(address, port, secret)
+    line = enter(address, port, secret, say=_say)
+    _say("connected to node 0: the job starts when all hosts have joined")
     slots = len(request.hosts[0].slots or ())
     hello = {"node_rank": node_rank, "job_id": job_id, "slots": slots}
     with signals_as_bytes(may_sleep=True) as wakeup:
@@ -293,9 +305,16 @@ def join(
         return guest.run()
 
 
-def enter(address: str, port: int, secret: str) -> Line:
-    """Return a sealed line to the leader. Tries for JOIN_SECONDS, as the leader may start last. Raises LaunchError."""
-    deadline, was_there = time.monotonic() + JOIN_SECONDS, False
+def _say(text: str) -> None:
+    print(f"[zerorun] {text}", file=sys.stderr, flush=True)
+
+
+def enter(address: str, port: int, secret: str, *, say: Callable[[str], None] = lambda text: None) -> Line:
+    """Return a sealed line to the leader. Tries for JOIN_SECONDS, as the leader may start last. Raises LaunchError.
+
+    ``say``: is told once if that takes longer than SILENT_WAIT_SECONDS.
+    """
+    begun, was_there, told = time.monotonic(), False, False
     while True:
         try:
             connection = socket.create_connection((address, port), timeout=5.0)
@@ -307,10 +326,17 @@ def enter(address: str, port: int, secret: str) -> Line:
         except OSError as error:
             if was_there and isinstance(error, ConnectionRefusedError):
                 raise LaunchError(f"the job at {address} port {port} ended before this host could join.") from None
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begun
+            if waited > JOIN_SECONDS:
                 raise LaunchError(
                     f"no leader at {address} port {port}: {error}. Remedy: start the command with --node-rank 0 there."
                 ) from None
+            if waited > SILENT_WAIT_SECONDS and not told:
+                told = True
+                say(
+                    f"no leader at {address} port {port} yet ({error}); trying for {JOIN_SECONDS - waited:.0f} s more. Is "
+                    "the command running there, with --node-rank 0?"
+                )
         time.sleep(_RETRY_SECONDS)
 
 

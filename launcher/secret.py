@@ -27,6 +27,7 @@ _SHORTEST = 16  # characters: a stranger who overhears the messages must not fin
 _LONGEST = 4096  # bytes of a file
 _NONCE = re.compile(r"[0-9a-f]{64}")
 _LOOK_SECONDS = 0.2
+SILENT_WAIT_SECONDS = 10.0  # then a host that waits for node 0 says so
 _REMEDY = (
     f"Remedy: --secret-file FILE in a folder that all hosts share (node 0 makes it), or the same {JOB_SECRET} in the "
     "environment on all hosts."
@@ -50,9 +51,14 @@ def leaders_secret(file: Path | None, environment: Mapping[str, str], *, termina
 def guests_secret(file: Path | None, environment: Mapping[str, str], *, seconds: float) -> str:
     """Return the secret for a host that wants to join. Waits up to ``seconds`` for ``file``. Raises LaunchError."""
     if file is not None:
-        deadline = time.monotonic() + seconds
+        begun, told = time.monotonic(), False
         while (found := read_secret(file)) is None:
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - begun
+            if waited > SILENT_WAIT_SECONDS and not told:
+                told = True
+                rest = f"node 0 makes it. Waiting for {seconds - waited:.0f} s more"
+                print(f"[zerorun] --secret-file {file} is not there yet: {rest}", file=sys.stderr, flush=True)
+            if waited > seconds:
                 raise LaunchError(
                     f"--secret-file {file}: node 0 has not made it within {seconds:.0f} s. "
                     "Remedy: name a file in a folder that all hosts share."

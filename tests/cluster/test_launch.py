@@ -149,6 +149,7 @@ def test_hosts_join_by_hand(cluster: Cluster, tmp_path: Path, typed: list[subpro
     assert [job.returncode for job in typed] == [0, 0, 0], results
     lines = sorted(line.rpartition("] ")[2] for line in results[1][0].splitlines())
     assert lines == [f"{rank} 6 node{rank // 2}" for rank in range(6)]
+    assert "connected to node 0: the job starts when all hosts have joined" in results[0][1]
     assert "joined; all output appears where node 0 is" in results[0][1]
 
 

@@ -22,6 +22,7 @@ import pytest
 from harness import patience
 
 from zerorun.errors import LaunchError
+from zerorun.launcher import by_hand
 from zerorun.launcher import secret as secrets
 from zerorun.launcher.escapes import Cleaner, plain
 from zerorun.launcher.job_plan import WorkerCommand
@@ -265,6 +266,26 @@ def test_files_that_are_no_secrets_are_refused(tmp_path: Path) -> None:
         os.chown(file, 65534, -1)
         with pytest.raises(LaunchError, match="it belongs to user 65534"):
             secrets.leaders_secret(file, {}, terminal=True)
+
+
+def test_a_host_that_waits_for_node_0_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Up to five minutes, for a file or for a port: once each, and not where it takes a moment."""
+    for module in (secrets, by_hand):
+        monkeypatch.setattr(module, "SILENT_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(by_hand, "JOIN_SECONDS", 1.5)
+    port, told = free_port(), list[str]()
+    with pytest.raises(LaunchError, match="has not made it within 1 s"):
+        secrets.guests_secret(tmp_path / "gone", {}, seconds=1)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"[zerorun] --secret-file {tmp_path / 'gone'} is not there yet: node 0 makes it. Waiting for 1 s"
+    )
+    with pytest.raises(LaunchError, match=r"no leader at 127\.0\.0\.1"):
+        by_hand.enter("127.0.0.1", port, SECRET, say=told.append)
+    (line,) = told
+    assert line.startswith(f"no leader at 127.0.0.1 port {port} yet (") and line.endswith("with --node-rank 0?")
 
 
 @pytest.mark.parametrize("rank", (0, 1))
