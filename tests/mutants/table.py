@@ -3297,6 +3297,14 @@ MUTANTS = (
         (_FAMILIES + "[2-2-stage 2-plain]",),
     ),
     Mutant(
+        "what-follows-the-last-parameter-is-left-as-memory-was",
+        "stale",
+        "zerorun/zero/builder.py",
+        "        flat[written:].zero_()",
+        "        flat[written:written].zero_()",
+        ("tests/ranks/test_plan.py::test_what_belongs_to_no_parameter_is_zero[0]",),
+    ),
+    Mutant(
         "first-experts-for-all",
         "rank",
         "zerorun/zero/builder.py",

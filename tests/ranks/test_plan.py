@@ -7,6 +7,7 @@ of its tensors by kind and every call of a collective in its third step, in thei
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from zerorun.plan.optimizer_states import OptimizerStates
 from zerorun.plan.sharding_plan import ShardingPlan
 from zerorun.plan.step import Collective, step_collectives
 from zerorun.startup.inputs import take_in
+from zerorun.zero.init import part_of
 
 BY_DAY, BY_NIGHT = 8, 75  # cases on each number of ranks
 WORLDS = (1, 2, 3, 4)
@@ -163,3 +165,36 @@ def test_the_engine_is_as_planned(world: int, cases: int) -> None:
             assert plan == expected, (seed, rank)
             assert held == ledger, (seed, rank, config_of(seed, world))
             assert calls == collectives, (seed, rank, config_of(seed, world))
+
+
+def pad(stage: int) -> tuple[int, list[torch.Tensor]]:
+    """(elements of this rank's flat buffers that belong to no parameter, those that are not 0). New memory holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        init = zerorun.zero.Init() if stage == 3 else nullcontext()
+        with init:
+            model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+        parts = [part for p in model.parameters() if (part := part_of(p)) is not None]
+        beyond = [part[part.isnan()] for part in parts]
+        engine = zerorun.initialize(model=model, config=make_config(stage, train_micro_batch_size_per_gpu=1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    numel = 0
+    for unit in engine.sharded_model.units:
+        for group in unit.flat_groups:
+            layout, low = group.plan.layout, 0 if group.plan.resident else group.plan.low
+            values = group.full if group.plan.resident else group.shard
+            belongs = torch.zeros(layout.numel, dtype=torch.bool)
+            for entry in layout.entries:
+                belongs[entry.offset : entry.end] = True
+            padding = values[~belongs[low : low + values.numel()]]
+            numel += padding.numel()
+            beyond.append(padding[padding != 0])
+    return numel, [found for found in beyond if found.numel()]
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_what_belongs_to_no_parameter_is_zero(stage: int) -> None:
+    found = run_ranks(3, pad, stage)
+    assert sum(numel for numel, _ in found) > 0
+    assert [wrong for _, wrong in found] == [[], [], []]

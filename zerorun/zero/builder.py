@@ -147,11 +147,15 @@ class _Builder:
 
     def _values(self, plan: FlatGroupPlan, params: list[nn.Parameter]) -> torch.Tensor:
         """The flat buffer [numel] on this rank's device, in the dtype that the user gave, with the first rank's values."""
-        flat = torch.zeros(plan.layout.numel, dtype=plan.given_dtype, device=self._device)
+        flat = torch.empty(plan.layout.numel, dtype=plan.given_dtype, device=self._device)
+        written = 0
         for entry, param in zip(plan.layout.entries, params, strict=True):
+            flat[written : entry.offset].zero_()
             flat[entry.offset : entry.end].copy_(_taken_value(param))
+            written = entry.end
             param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # so that it does not lie there twice
             let_go_of_memory(param, param.data)
+        flat[written:].zero_()
         self._comm.of(plan.family).broadcast(flat, "initial parameters")
         return flat
 

@@ -286,9 +286,10 @@ def release(param: torch.Tensor) -> None:
     if size > 1:
         world.broadcast(flat, 0, "zerorun.zero.Init: broadcast of a parameter")
     length = -(-flat.numel() // size)
-    shard = torch.zeros(length, dtype=flat.dtype, device=flat.device)
+    shard = torch.empty(length, dtype=flat.dtype, device=flat.device)
     own = flat[rank * length : (rank + 1) * length]
     shard[: own.numel()].copy_(own)
+    shard[own.numel() :].zero_()
     part = _Part(shard, param.shape)
     if not _is_expanded(whole):
         if not whole.is_contiguous() and size > 1:
