@@ -262,11 +262,11 @@ class Guest(Agent):
         make_log_dir(self._log_dir)
         base = {**os.environ, **self._request.exports}
         self._node = LocalNode(self._selector, self, base=base, grace=self._grace, log_dir=self._log_dir)
-        print("[zerorun] joined; all output appears where node 0 is", file=sys.stderr)
+        _say("joined; all output appears where node 0 is")
         self._line.send({"is": "ready"})
 
     def _lose(self) -> None:
-        print("[zerorun] node 0 is gone, or has no place for this host", file=sys.stderr)
+        _say("node 0 is gone, or has no place for this host")
         super()._lose()
 
     def hear(self, wakeup: int) -> None:
