@@ -341,6 +341,8 @@ def refuse_open_blocks(module: nn.Module) -> None:
 
     An engine would take values that the block's end drops, and its end would take the engine's parameters for its own.
     """
+    if not _open:
+        return
     names = {id(tensor): name for name, tensor in named_members(module)}
     found = [repr(names[id(h.param)]) for block in _open for h, _ in block._unsettled if id(h.param) in names]
     if found:

@@ -249,7 +249,7 @@ def forget_part(param: torch.Tensor) -> None:
 
 def partitioned(model: nn.Module) -> list[nn.Parameter]:
     """Return what ``Init`` partitioned of the parameters of ``model``, in the order of ``model.parameters()``."""
-    return [param for _, param in named_members(model) if param in _partitioned]
+    return [param for _, param in named_members(model) if param in _partitioned] if _partitioned else []
 
 
 @torch.no_grad()
@@ -259,7 +259,7 @@ def settle(params: Sequence[nn.Parameter], model: nn.Module, share_of: Callable[
     ``params``: partitioned parameters, the same in the same order on all ranks. All ranks must call it, because parameters
     are put together one after the other. A rank that keeps nothing of a parameter frees it at once.
     """
-    here = {id(param) for _, param in named_members(model)}
+    here = {id(param) for _, param in named_members(model)} if params else set()
     for param in params:
         whole = whole_value(param)
         forget_part(param)
