@@ -73,6 +73,13 @@ def bits(tensor: torch.Tensor) -> bytes:
     return bytes(memory_of(tensor.detach().contiguous()))
 
 
+def namespace(kind: type[Any], members: dict[str, Any]) -> Any:
+    """With any names, "self" among them."""
+    made = kind()
+    vars(made).update(members)
+    return made
+
+
 shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 tensors = st.builds(random_tensor, st.sampled_from(DTYPES), shapes, st.integers(0, 1000))
 names = st.text(st.characters(codec="utf-8"), max_size=5)
@@ -98,8 +105,7 @@ values: st.SearchStrategy[Any] = st.recursive(
         st.frozensets(hashables, max_size=3),
         st.dictionaries(hashables, st.integers(), max_size=3).map(Counter),
         st.lists(st.integers(0, 9), max_size=3).map(torch.Size),
-        st.dictionaries(names, inner, max_size=3).map(lambda members: Namespace(**members)),
-        st.dictionaries(names, inner, max_size=3).map(lambda members: SimpleNamespace(**members)),
+        st.builds(namespace, st.sampled_from([Namespace, SimpleNamespace]), st.dictionaries(names, inner, max_size=3)),
     ),
     max_leaves=12,
 )
