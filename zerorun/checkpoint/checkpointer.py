@@ -167,7 +167,12 @@ class Checkpointer:
             captured.small = _model_description(merged.model, dtype or self.run.compute_dtype)
 
     def _compare_with_beginning(self) -> None:
-        """Raise CheckpointError if the model no longer has the parameters that it had when the engine was created."""
+        """Raise CheckpointError if the model no longer has the parameters that it had when the engine was created.
+
+        Raises ModelError or ReleasedParameterError if a script has given them values that would not be saved.
+        """
+        self.subject.model.runtime.guard.refuse_replaced()
+        self.subject.model.runtime.guard.refuse_edits(surely=True)
         found = self.inventory.describe()
         changed = {name for name in {**found, **self.expected} if found.get(name) != self.expected.get(name)}
         changed |= set(self.inventory.replaced())

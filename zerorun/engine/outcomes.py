@@ -205,6 +205,7 @@ def refuse_changes(model: ShardedModel) -> None:
     """Raise StepError for what a script has changed in the model and must not, or if an update or a load broke off."""
     assert model.optimizer is not None
     model.half_loaded.refuse()
+    model.runtime.guard.refuse_edits()
     model.runtime.guard.refuse_thawed()
     model.runtime.guard.added.refuse_trained()
     model.optimizer.refuse_changed_needs()

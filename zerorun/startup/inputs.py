@@ -67,6 +67,7 @@ def take_in(
     if not isinstance(model, nn.Module):
         raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
     _refuse_wrapped(model)
+    _refuse_scripted(model)
     model_parameters = _listed(model_parameters)
     source = config_of(config, args)
     divided = topology is not None or isinstance(model, Pipelined)  # then the file does not tell the data-parallel size
@@ -113,6 +114,17 @@ def _refuse_wrapped(model: nn.Module) -> None:
                 f"{where} is wrapped in {kind}, which sums gradients over ranks by itself: they would count as many times "
                 "as there are ranks. Remedy: give initialize() the model without it, in whose place zerorun works: its "
                 "`.module`, before any other change."
+            )
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    """Raise ModelError for what torch.jit has made of a module: it takes no hooks around its state dict."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"its module {name!r}" if name else "the model"
+            raise ModelError(
+                f"{where} is a {type(module).__name__} of torch.jit, which takes no hooks around its state dict. Remedy: "
+                "give initialize() the module that it was made of; engine.compile() or torch.compile makes it fast."
             )
 
 

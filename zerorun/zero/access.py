@@ -75,8 +75,10 @@ def full_state_dict(model: ShardedModel, *, keep: bool = True, exact: bool = Fal
     """Return the module's state dict with full CPU tensors, made one unit at a time. Collective at stage 3.
 
     What is no tensor, as the extra state of a module may be, stays as it is. Without ``keep`` this rank only takes part,
-    and gets {}. ``exact``: weights are those of their fp32 masters. It is collective at each stage above 0.
+    and gets {}. ``exact``: weights are those of their fp32 masters. It is collective at each stage above 0. Raises
+    ModelError if a script has given a parameter another tensor.
     """
+    model.runtime.guard.refuse_replaced()
     with without_edits(model):
         return _full_state_dict(model, keep, exact)
 

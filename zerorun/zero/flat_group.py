@@ -18,6 +18,7 @@ from .placeholders import placeholders
 # ``param.grad`` as autograd has left it, also where a mode shows something else under this name.
 fresh_gradient: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that updates can write
+_COMPARED = 2**22  # elements at a time, of which a rounded copy is made
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,19 @@ class FlatGroup:
         self._kept.discard(entry)
         self.params[entry].data = (self.views if unsharded else self.loud)[entry]
 
+    def take_in(self, entry: int) -> bool:
+        """Let the frozen parameter ``entry`` have the values of the tensor that a script has put into its place.
+
+        False, and nothing is done, if it is not always here, or if the tensor is of another shape, dtype or device.
+        """
+        given, view = self.params[entry].data, self.views[entry]
+        alike = (given.shape, given.dtype, given.device) == (view.shape, view.dtype, view.device)
+        if self.trainable or self.plan.packed or not self.plan.resident or not alike:
+            return False
+        view.copy_(given)
+        self.params[entry].data = view
+        return True
+
     def forget_gradients(self) -> None:
         """Start the next step without gradients. Frozen parameters may have one, too."""
         for param in self.params:
@@ -249,6 +263,20 @@ class TrainedGroup(FlatGroup):
     def has_more_than_weights(self) -> bool:
         """True if masters have digits that the weights lack, so that weights alone do not tell what they are."""
         return not self.plan.master_is_weight or self.rest is not None
+
+    def edited(self) -> list[int]:
+        """The entries whose weights are not the masters, rounded: a script has written to the parameters in place.
+
+        Of this rank's part, where both lie beside each other and the whole parameters are always here; empty elsewhere.
+        Waits for the device.
+        """
+        if not (self.plan.resident and self.weight_is_beside_master) or self.plan.coded or self.rest is not None:
+            return []
+        weight = self.full[slice(*self.plan.owned)]
+        if all(map(_is_rounded, weight.split(_COMPARED), self.master.split(_COMPARED))):
+            return []
+        runs = ((run.entry, slice(run.offset, run.offset + run.numel)) for run in self.plan.owned_runs())
+        return [entry for entry, run in runs if not _is_rounded(weight[run], self.master[run])]
 
     def keep_exact(self, values: torch.Tensor, low: int = 0) -> None:
         """Let the master have ``values`` [n], from element ``low`` on."""
@@ -445,6 +473,12 @@ def _take_changed(flat_group: TrainedGroup, place: slice, new: torch.Tensor, bef
     for kept, fresh in zip((master, rest), flat_group.plan.master_format.parts(new), strict=True):
         if kept is not None and fresh is not None:
             kept[place] = torch.where(changed, fresh, kept[place])
+
+
+def _is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
+    """True if ``weight`` [n] is ``master`` [n] in its dtype. NaN equals NaN."""
+    found = master.to(weight.dtype)
+    return torch.equal(weight, found) or bool(((weight == found) | (weight.isnan() & found.isnan())).all())
 
 
 def _views(flat: torch.Tensor, layout: Layout) -> list[torch.Tensor]:

@@ -16,13 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.device import on_host
 from ..errors import ModelError, ReleasedParameterError, StepError
-from ..log import listed
+from ..log import listed, warn_once
 from ..plan.weights import repacking
 from .gathers import ExecutionTrace
 from .placeholders import ReadWatch, tensors_in
 from .unit import Unit
 
-# On a GPU, where reading placeholders waits for the device, only so many forwards look for writes to them.
+# On a GPU, where reading placeholders waits for the device, only so many forwards look for writes to them. So many steps
+# look for writes to whole parameters, which takes a tenth of an update.
 _LOOKED_AT = 10
 _BY_COPY = (
     "do it before initialize(), or copy values with param.data.copy_(...) inside zerorun.zero.GatheredParameters(param, "
@@ -98,6 +99,8 @@ class ScriptGuard:
         self.added = AddedParameters(module)
         self._units, self._on_cpu = units, on_host(device)
         self._passes = 0
+        self._edits_are_dropped = False
+        self._counted, self._looks = 0, 0  # writes that torch has counted, and looks for edits, that found nothing
 
     def own_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the state dict of ``module`` with the parameters and buffers themselves, as they are, by their own names.
@@ -114,17 +117,52 @@ class ScriptGuard:
         """Let the script have state dicts with placeholders. Whoever calls this sees to it that they are not saved."""
         self.placeholders_shown = True
 
+    def let_edits_be_dropped(self) -> None:
+        """Warn of edits that the next step drops, and do not raise, as for scripts that were made for DeepSpeed."""
+        self._edits_are_dropped = True
+
+    def refuse_replaced(self) -> None:
+        """Raise ModelError if a parameter has another tensor than the engine's. A frozen one that is always here may.
+
+        Momentum encoders give their weights new tensors in each forward: such a parameter takes their values.
+        """
+        for group, entry in (found for unit in self._units for found in unit.replaced()):
+            if id(group.params[entry]) not in self.held and not group.take_in(entry):
+                raise ModelError(
+                    f"parameter {group.names[entry]!r} was given another tensor after initialize(), by param.data = ... or "
+                    "by a call like model.half() or model.to(...), which Trainer makes for bf16_full_eval and "
+                    f"fp16_full_eval; its optimizer does not know. Remedy: {_BY_COPY}; to compute in 16 bits, set bf16 or "
+                    "fp16 in the configuration."
+                )
+
+    def refuse_edits(self, *, surely: bool = False) -> None:
+        """Raise ReleasedParameterError if a script has written in place to parameters that have masters beside them.
+
+        It looks for that in the first steps, and later after writes that torch counts, of which ``param.data.mul_()`` is
+        none; with ``surely`` in any case. Where others may have such values: see ``FlatGroup.edited``.
+        """
+        beside = [group for unit in self._units for group in unit.trainable if group.weight_is_beside_master]
+        counted = sum(param._version for group in beside for param in group.params)
+        if not surely and self._looks >= _LOOKED_AT and counted == self._counted:
+            return
+        edited = [found for unit in self._units for found in unit.edited()]
+        names = [repr(group.names[entry]) for group, entry in edited if id(group.params[entry]) not in self.held]
+        if names:
+            problem = (
+                f"{len(names)} parameters were written to in place since the last step: {listed(sorted(names), 3)}. They "
+                "are rounded copies of masters, which do not know of it: the next step brings the old values back, and a "
+                "save has both. Remedy: write in a block of zerorun.zero.GatheredParameters(params, modifier_rank=0), or "
+                "load values by load_state_dict(). For a layer that does it in its forward, as nn.Embedding with max_norm, "
+                "train in fp32 without offload."
+            )
+            if not self._edits_are_dropped:
+                raise ReleasedParameterError(problem)
+            warn_once(problem)
+        self._looks, self._counted = self._looks + 1, counted
+
     def look(self) -> None:
         """Raise ModelError or ReleasedParameterError if a parameter has values that the shards do not have."""
-        for unit in self._units:
-            for name, param in unit.replaced():
-                if id(param) not in self.held:
-                    raise ModelError(
-                        f"parameter {name!r} was given another tensor after initialize(), by param.data = ... or by a call "
-                        "like model.half() or model.to(...), which Trainer makes for bf16_full_eval and fp16_full_eval; "
-                        f"its optimizer does not know. Remedy: {_BY_COPY}; to compute in 16 bits, set bf16 or fp16 in the "
-                        "configuration."
-                    )
+        self.refuse_replaced()
         self._passes += 1
         if self._on_cpu or self._passes <= _LOOKED_AT:
             for name in (name for unit in self._units for name in unit.overwritten()):
@@ -154,12 +192,13 @@ class ScriptGuard:
 
     def refuse_repacked(self, unit: Unit) -> None:
         """Raise if a layer has packed its frozen weight anew: what it says of the bytes is not true of those here."""
-        for name, param in unit.replaced() if any(group.plan.packed for group in unit.flat_groups) else ():
+        for group, entry in unit.replaced() if any(group.plan.packed for group in unit.flat_groups) else ():
+            param = group.params[entry]
             if repacking(param) and id(param) not in self.held:
                 raise ModelError(
-                    f"the layer of parameter {name!r}, a {type(param).__name__}, gave it another tensor in its forward, "
-                    f"which would be lost, and may have changed its scales to fit: {repacking(param)}. Remedy: set that "
-                    "before initialize(), and build the model anew."
+                    f"the layer of parameter {group.names[entry]!r}, a {type(param).__name__}, gave it another tensor in "
+                    "its forward, which would be lost, and may have changed its scales to fit: "
+                    f"{repacking(param)}. Remedy: set that before initialize(), and build the model anew."
                 )
 
 

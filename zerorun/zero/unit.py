@@ -162,13 +162,21 @@ class Unit:
                 flat_group.reshard()
             self.unsharded = False
 
-    def replaced(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(name, parameter) of those that the script has given another tensor."""
+    def replaced(self) -> Iterator[tuple[FlatGroup, int]]:
+        """(flat group, entry) of the parameters that the script has given another tensor."""
         for flat_group in self.flat_groups:
             own = flat_group.views if self.unsharded else flat_group.loud
-            for index, param in enumerate(flat_group.params):
-                if param.data_ptr() != own[index].data_ptr():
-                    yield flat_group.names[index], param
+            for entry, param in enumerate(flat_group.params):
+                if param.data_ptr() != own[entry].data_ptr():
+                    yield flat_group, entry
+
+    def edited(self) -> Iterator[tuple[FlatGroup, int]]:
+        """(flat group, entry) of the parameters that the script has written to in place, though they have a master.
+
+        States on a disk are not read for that.
+        """
+        for flat_group in () if self.placement.states_on_disk else self.trainable:
+            yield from ((flat_group, entry) for entry in flat_group.edited())
 
     def overwritten(self) -> Iterator[str]:
         """Names of the parameters whose placeholder the script has written to. Waits for the device."""
