@@ -107,6 +107,10 @@ def folder_of_another_engine() -> tuple[str, str]:
     return told
 
 
+def scripted_module() -> tuple[str, str]:
+    return attempt(lambda: make(model=nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))))
+
+
 def not_a_module() -> tuple[str, str]:
     return attempt(lambda: zerorun.initialize("model", make_config(1)))  # type: ignore[arg-type]
 
@@ -475,6 +479,7 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     different_configs: (ConfigError, ["rank 1 has another configuration", "gradient_clipping"]),
     different_models: (ModelError, ["rank 1 has another model", "extra.weight"]),
     folder_of_another_engine: (ConfigError, ["checkpoint.dir", "another engine", "Remedy", "destroy()"]),
+    scripted_module: (ModelError, ["its module '0' is a RecursiveScriptModule of torch.jit", "Remedy"]),
     not_a_module: (ModelError, ["nn.Module", "str"]),
     foreign_parameters: (ModelError, ["group 0", "not a parameter of the model"]),
     no_trainable_parameter: (ModelError, ["no trainable parameter"]),
