@@ -171,6 +171,7 @@ class Checkpointer:
 
         Raises ModelError or ReleasedParameterError if a script has given them values that would not be saved.
         """
+        self.subject.model.make_ready()
         self.subject.model.runtime.guard.refuse_replaced()
         self.subject.model.runtime.guard.refuse_edits(surely=True)
         found = self.inventory.describe()

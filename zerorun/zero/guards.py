@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from operator import attrgetter
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -25,6 +26,7 @@ from .unit import Unit
 # On a GPU, where reading placeholders waits for the device, only so many forwards look for writes to them. So many steps
 # look for writes to whole parameters, which takes a tenth of an update.
 _LOOKED_AT = 10
+_writes = attrgetter("_version")
 _BY_COPY = (
     "do it before initialize(), or copy values with param.data.copy_(...) inside zerorun.zero.GatheredParameters(param, "
     "modifier_rank=0)"
@@ -142,7 +144,7 @@ class ScriptGuard:
         none; with ``surely`` in any case. Where others may have such values: see ``FlatGroup.edited``.
         """
         beside = [group for unit in self._units for group in unit.trainable if group.weight_is_beside_master]
-        counted = sum(param._version for group in beside for param in group.params)
+        counted = sum(sum(map(_writes, group.params)) for group in beside)
         if not surely and self._looks >= _LOOKED_AT and counted == self._counted:
             return
         edited = [found for unit in self._units for found in unit.edited()]
