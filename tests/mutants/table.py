@@ -5148,4 +5148,12 @@ MUTANTS = (
         "    pass",
         ("tests/ranks/test_writes_of_scripts.py", "-k", "not_dropped_by_a_save"),
     ),
+    Mutant(
+        "another-norm-of-the-script-is-passed-over",
+        "swallowed",
+        "zerorun/engine/clip_calls.py",
+        "    if not is_same and not model.runtime.guard.is_lenient:",
+        "    if False:",
+        ("tests/ranks/test_bad_input.py", "-k", "clips_by_itself"),
+    ),
 )

@@ -16,6 +16,8 @@ from torch import nn
 from training import make_config, shared_topology
 
 import zerorun
+from zerorun import log
+from zerorun.deepspeed.entry import initialize as initialize_as_deepspeed
 from zerorun.errors import ConfigError, ModelError, NonFiniteError, ReleasedParameterError, StepError, ZerorunError
 
 
@@ -55,6 +57,47 @@ def test_a_loop_that_is_migrated_by_half_is_told() -> None:
             in groups
         )
         assert "32 backwards, and engine.step() has not been called yet" in step
+
+
+def clipped_by_torch() -> list[Any]:
+    """What calls of torch's own functions come to: another norm, values, the engine's norm, and another model's."""
+    engine, other = make(make_config(2, clip=0.5)), nn.Linear(2, 2)
+    params, norm = list(engine.module.parameters()), nn.utils.clip_grad_norm_
+    engine.backward(engine(ids()).sum())
+    other(torch.ones(1, 2)).sum().backward()
+    found: list[Any] = [attempt(lambda: norm(engine.module.parameters(), max_norm=0.25))]
+    found.append(attempt(lambda: nn.utils.clip_grad_value_(params[0], 1.0)))
+    found.append(attempt(lambda: norm(params, 0.5, norm_type=1)))
+    found.append(attempt(lambda: (norm(params, 0.5), norm(params, torch.inf))))
+    found.append([message for message in log._warned if "clip_grad_norm_" in message])
+    found.append(float(norm((param for param in other.parameters()), 1e-3)) > 1e-3 > float(other.weight.grad.norm()) / 1.01)
+    engine.step()
+    engine.destroy()
+    return [*found, nn.utils.clip_grad_norm_ is norm]
+
+
+def test_a_loop_that_clips_by_itself_is_told() -> None:
+    """The call did nothing, without a word: a loop that was migrated by half trained with another norm, or unclipped."""
+    for other, values, another_norm, same, warned, clips, stays in run_ranks(2, clipped_by_torch):
+        assert other[0] == values[0] == another_norm[0] == "StepError"
+        assert "clips to a norm of 0.5" in other[1] and 'set "gradient_clipping": 0.25' in other[1]
+        assert "clip values by safe_get_full_grad()" in values[1]
+        assert same == ("nothing", "") and len(warned) == 2 and "engine.get_global_grad_norm()" in warned[0]
+        assert clips and not stays, "other models are clipped as ever, and torch has its functions back in the end"
+
+
+def clipped_in_the_mode() -> list[str]:
+    engine = initialize_as_deepspeed(model=Gpt(), config=make_config(2, clip=0.5))[0]
+    engine.backward(engine(ids()).sum())
+    nn.utils.clip_grad_norm_(engine.module.parameters(), 0.25)
+    engine.step()
+    engine.destroy()
+    return [message for message in log._warned if 'set "gradient_clipping": 0.25' in message]
+
+
+def test_in_the_mode_it_is_told_that_a_loop_clips_by_itself() -> None:
+    """DeepSpeed does nothing there, either, and says nothing."""
+    assert [len(warned) for warned in run_ranks(2, clipped_in_the_mode)] == [1, 1]
 
 
 def wrapped() -> tuple[tuple[str, str], tuple[str, str]]:

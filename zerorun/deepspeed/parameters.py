@@ -243,7 +243,7 @@ def show_placeholders(engine: Engine) -> None:
     attributes from now on.
     """
     runtime = engine.runtime
-    runtime.guard.let_edits_be_dropped()
+    runtime.guard.be_lenient()
     if engine.config.zero_optimization.stage == 3:
         _at_stage_3.add(engine.sharded_model)
     shards = engine.sharded_model.parts.shards

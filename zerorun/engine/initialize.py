@@ -86,6 +86,7 @@ from ..zero.sharded_optimizer import ShardedOptimizer, refuse_new_group
 from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
 from ..zero.unit import Unit
 from .accumulation import Accumulation, ModuleZeroGrad, zero_grad_beside
+from .clip_calls import ClipCalls
 from .compilation import show_compilation
 from .engine import Engine, give_back, let_go
 from .taking_over import taking_over
@@ -373,6 +374,7 @@ def _engine_of(prepared: _Prepared, built: _Built, script: _Script) -> Engine:
         )
         if sharded is not None:
             runtime.keep([ModuleZeroGrad(model, accumulation, weakref.WeakMethod(engine.zero_grad))])
+            runtime.keep([ClipCalls(sharded_model, wanted.gradient_clipping)])
         runtime.keep(runtime.open_methods())
         show_compilation()
         if wanted.compile.enabled:

@@ -101,7 +101,7 @@ class ScriptGuard:
         self.added = AddedParameters(module)
         self._units, self._on_cpu = units, on_host(device)
         self._passes = 0
-        self._edits_are_dropped = False
+        self.is_lenient = False
         self._counted, self._looks = 0, 0  # writes that torch has counted, and looks for edits, that found nothing
 
     def own_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -119,9 +119,9 @@ class ScriptGuard:
         """Let the script have state dicts with placeholders. Whoever calls this sees to it that they are not saved."""
         self.placeholders_shown = True
 
-    def let_edits_be_dropped(self) -> None:
-        """Warn of edits that the next step drops, and do not raise, as for scripts that were made for DeepSpeed."""
-        self._edits_are_dropped = True
+    def be_lenient(self) -> None:
+        """Warn of what a script does in vain, and do not raise, as where it was made for DeepSpeed."""
+        self.is_lenient = True
 
     def refuse_replaced(self) -> None:
         """Raise ModelError if a parameter has another tensor than the engine's. A frozen one that is always here may.
@@ -157,7 +157,7 @@ class ScriptGuard:
                 "load values by load_state_dict(). For a layer that does it in its forward, as nn.Embedding with max_norm, "
                 "train in fp32 without offload."
             )
-            if not self._edits_are_dropped:
+            if not self.is_lenient:
                 raise ReleasedParameterError(problem)
             warn_once(problem)
         self._looks, self._counted = self._looks + 1, counted
