@@ -143,11 +143,12 @@ class ScriptGuard:
         It looks for that in the first steps, and later after writes that torch counts, of which ``param.data.mul_()`` is
         none; with ``surely`` in any case. Where others may have such values: see ``FlatGroup.edited``.
         """
-        beside = [group for unit in self._units for group in unit.trainable if group.weight_is_beside_master]
+        near = [unit for unit in self._units if not unit.placement.states_on_disk]
+        beside = [group for unit in near for group in unit.trainable if group.weight_is_beside_master]
         counted = sum(sum(map(_writes, group.params)) for group in beside)
         if not surely and self._looks >= _LOOKED_AT and counted == self._counted:
             return
-        edited = [found for unit in self._units for found in unit.edited()]
+        edited = [(group, entry) for group in beside for entry in group.edited()]
         names = [repr(group.names[entry]) for group, entry in edited if id(group.params[entry]) not in self.held]
         if names:
             problem = (

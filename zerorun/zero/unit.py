@@ -170,14 +170,6 @@ class Unit:
                 if param.data_ptr() != own[entry].data_ptr():
                     yield flat_group, entry
 
-    def edited(self) -> Iterator[tuple[FlatGroup, int]]:
-        """(flat group, entry) of the parameters that the script has written to in place, though they have a master.
-
-        States on a disk are not read for that.
-        """
-        for flat_group in () if self.placement.states_on_disk else self.trainable:
-            yield from ((flat_group, entry) for entry in flat_group.edited())
-
     def overwritten(self) -> Iterator[str]:
         """Names of the parameters whose placeholder the script has written to. Waits for the device."""
         for flat_group in self.flat_groups if self._has_shown_placeholders else ():
