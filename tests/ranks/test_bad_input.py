@@ -86,6 +86,17 @@ def test_a_loop_that_clips_by_itself_is_told() -> None:
         assert clips and not stays, "other models are clipped as ever, and torch has its functions back in the end"
 
 
+def shortened() -> list[str]:
+    make(model=nn.Sequential(nn.Embedding(4, 2, max_norm=1.0), nn.Linear(2, 2))).destroy()
+    return [message for message in log._warned if "'0' have max_norm" in message]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_rows_that_ranks_shorten_by_themselves_are_told(world: int) -> None:
+    """Loss and gradients look right, and weights are others than in one process."""
+    assert [len(told) for told in run_ranks(world, shortened)] == [world - 1] * world
+
+
 def clipped_in_the_mode() -> list[str]:
     engine = initialize_as_deepspeed(model=Gpt(), config=make_config(2, clip=0.5))[0]
     engine.backward(engine(ids()).sum())
@@ -152,6 +163,10 @@ def folder_of_another_engine() -> tuple[str, str]:
 
 def scripted_module() -> tuple[str, str]:
     return attempt(lambda: make(model=nn.Sequential(torch.jit.script(nn.Linear(2, 2)), nn.Linear(2, 2))))
+
+
+def parameters_without_shapes() -> tuple[str, str]:
+    return attempt(lambda: make(model=nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))))
 
 
 def not_a_module() -> tuple[str, str]:
@@ -523,6 +538,10 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     different_models: (ModelError, ["rank 1 has another model", "extra.weight"]),
     folder_of_another_engine: (ConfigError, ["checkpoint.dir", "another engine", "Remedy", "destroy()"]),
     scripted_module: (ModelError, ["its module '0' is a RecursiveScriptModule of torch.jit", "Remedy"]),
+    parameters_without_shapes: (
+        ModelError,
+        ["'1.weight', '1.bias' have no shape", "Remedy: call the model once"],
+    ),
     not_a_module: (ModelError, ["nn.Module", "str"]),
     foreign_parameters: (ModelError, ["group 0", "not a parameter of the model"]),
     no_trainable_parameter: (ModelError, ["no trainable parameter"]),

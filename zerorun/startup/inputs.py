@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from ..config.fields import ConfigNote
@@ -68,6 +69,7 @@ def take_in(
         raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
     _refuse_wrapped(model)
     _refuse_scripted(model)
+    _refuse_unmade(model)
     model_parameters = _listed(model_parameters)
     source = config_of(config, args)
     divided = topology is not None or isinstance(model, Pipelined)  # then the file does not tell the data-parallel size
@@ -95,6 +97,8 @@ def take_in(
     )
     refuse_unusable_weights(model, trains=client is not None or wanted.optimizer is not None)
     raw = _raw_optimizer(model, wanted, client, model_parameters, world_size)
+    if world_size > 1:
+        _tell_of_changing_rows(model)
     if not (wanted.fp16.enabled or wanted.bf16.enabled):  # where all is rounded, and meant to be
         _tell_of_rounded(model, raw)
     if raw.matrix_dtype is not None:
@@ -126,6 +130,28 @@ def _refuse_scripted(model: nn.Module) -> None:
                 f"{where} is a {type(module).__name__} of torch.jit, which takes no hooks around its state dict. Remedy: "
                 "give initialize() the module that it was made of; engine.compile() or torch.compile makes it fast."
             )
+
+
+def _refuse_unmade(model: nn.Module) -> None:
+    """Raise ModelError for parameters and buffers that get their shapes in the first forward, as those of LazyLinear."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    if names := [repr(name) for name, tensor in named if is_lazy(tensor)]:
+        raise ModelError(
+            f"{listed(names, 3)} have no shape before the first forward. Remedy: call the model once before initialize(), "
+            "and before its optimizer is made, on all ranks with a batch of the same shape."
+        )
+
+
+def _tell_of_changing_rows(model: nn.Module) -> None:
+    """Warn of embeddings that change the rows of their own batch in each forward: ranks have other ones."""
+    layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)))
+    found = [repr(name) for name, layer in layers if layer.max_norm is not None]
+    if found:
+        warn_once(
+            f"{listed(found, 3)} have max_norm: in a forward, torch shortens the rows that this rank's batch uses, and no "
+            "other rank does. Ranks train other weights than one process would. Remedy: leave max_norm out, and shorten "
+            "rows in forward: F.normalize(rows, dim=-1) * torch.clamp(rows.norm(dim=-1, keepdim=True), max=max_norm)."
+        )
 
 
 def _tell_of_rounded(model: nn.Module, raw: RawOptimizer) -> None:
