@@ -5128,8 +5128,8 @@ MUTANTS = (
         "a-late-write-is-dropped",
         "stale",
         "zerorun/zero/guards.py",
-        "        if not surely and self._looks >= _LOOKED_AT and counted == self._counted:",
-        "        if not surely and self._looks >= _LOOKED_AT:",
+        "        if not surely and self._looks >= LOOKING_STEPS and counted == self._counted:",
+        "        if not surely and self._looks >= LOOKING_STEPS:",
         ("tests/ranks/test_writes_of_scripts.py", "-k", "master_does_not_know"),
     ),
     Mutant(

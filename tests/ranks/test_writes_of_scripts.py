@@ -19,7 +19,7 @@ from training import make_config, merged
 import zerorun
 from zerorun import log
 from zerorun.deepspeed.entry import initialize as initialize_as_deepspeed
-from zerorun.zero.guards import _LOOKED_AT
+from zerorun.zero.guards import LOOKING_STEPS
 
 STEPS = 3
 
@@ -198,7 +198,7 @@ def clamp(weight: torch.Tensor) -> None:
     [
         *((place, 1, fill) for place in PLACES),
         ("stage 1", 1, clamp),  # the clipping of Wasserstein GANs
-        ("stage 1", _LOOKED_AT + 2, fill),  # torch counts it, and so it is still seen
+        ("stage 1", LOOKING_STEPS + 2, fill),  # torch counts it, and so it is still seen
     ],
 )
 def test_a_write_that_a_master_does_not_know_of_is_an_error(

@@ -18,7 +18,7 @@ from .placeholders import placeholders
 # ``param.grad`` as autograd has left it, also where a mode shows something else under this name.
 fresh_gradient: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that updates can write
-_COMPARED = 2**22  # elements at a time, of which a rounded copy is made
+_COMPARED = 2**20  # elements at a time, of which a rounded copy is made
 
 
 @dataclass(frozen=True)
