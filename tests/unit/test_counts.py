@@ -22,9 +22,10 @@ from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan.sharding_plan import ShardingPlan
 from zerorun.plan.step import CONTROL, Collective, step_collectives
 from zerorun.plan.step import NORM as NORM_SUM
+from zerorun.zero.guards import LOOKING_STEPS
 
 WORLDS = (1, 8, 64)
-STEADY = 3  # steps after which orders are agreed on, and buffers are made
+STEADY = LOOKING_STEPS  # after which orders are agreed on, buffers are made, and nobody looks for writes of scripts
 # The norm of a step: all shards at once; what comes of them stacked, squared, and added up. Then the losses, and the sum of
 # it all over ranks, as a copy.
 NORM = Counter(["_foreach_norm.Scalar", "stack.default", "pow.Tensor_Scalar", "sum.default"])

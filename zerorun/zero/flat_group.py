@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -249,7 +250,7 @@ class TrainedGroup(FlatGroup):
         self._gap_views = _gaps(gradients.full, plan.layout)  # elements that belong to no parameter
         self._begin_step()
 
-    @property
+    @cached_property  # because every step asks
     def weight_is_beside_master(self) -> bool:
         """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
         return self._together and not self.plan.master_is_weight and self.weight.dtype in ROUNDED

@@ -25,7 +25,7 @@ from .unit import Unit
 
 # On a GPU, where reading placeholders waits for the device, only so many forwards look for writes to them.
 _LOOKED_AT = 10
-LOOKING_STEPS = 5  # which look for writes to whole parameters: that takes about as long as an update
+LOOKING_STEPS = 3  # which look for writes to whole parameters: that takes about as long as an update
 _writes = attrgetter("_version")
 _BY_COPY = (
     "do it before initialize(), or copy values with param.data.copy_(...) inside zerorun.zero.GatheredParameters(param, "
@@ -102,8 +102,6 @@ class ScriptGuard:
         self._units, self._on_cpu = units, on_host(device)
         self._passes = 0
         self.is_lenient = False
-        near = [unit for unit in units if not unit.placement.states_on_disk]
-        self._beside = [group for unit in near for group in unit.trainable if group.weight_is_beside_master]
         self._counted, self._looks = 0, 0  # writes that torch has counted, and looks for edits, that found nothing
 
     def own_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -145,10 +143,12 @@ class ScriptGuard:
         It looks for that in the first steps, and later after writes that torch counts, of which ``param.data.mul_()`` is
         none; with ``surely`` in any case. Where others may have such values: see ``FlatGroup.edited``.
         """
-        counted = sum(sum(map(_writes, group.params)) for group in self._beside)
+        near = [unit for unit in self._units if not unit.placement.states_on_disk]
+        beside = [group for unit in near for group in unit.trainable if group.weight_is_beside_master]
+        counted = sum([sum(map(_writes, group.params)) for group in beside])
         if not surely and self._looks >= LOOKING_STEPS and counted == self._counted:
             return
-        edited = [(group, entry) for group in self._beside for entry in group.edited()]
+        edited = [(group, entry) for group in beside for entry in group.edited()]
         names = [repr(group.names[entry]) for group, entry in edited if id(group.params[entry]) not in self.held]
         if names:
             problem = (
