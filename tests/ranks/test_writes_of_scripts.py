@@ -65,7 +65,7 @@ class Momentum(nn.Module):
             for query, key in zip(self.query.parameters(), self.key.parameters(), strict=True):
                 self.follow(query, key)
             target = self.key(x)
-        return self.query(x) - target
+        return self.query(x) - 2.0 * target
 
 
 def by_tensor(query: nn.Parameter, key: nn.Parameter) -> None:
