@@ -268,8 +268,8 @@ class TrainedGroup(FlatGroup):
     def edited(self) -> list[int]:
         """The entries whose weights are not the masters, rounded: a script has written to the parameters in place.
 
-        Of this rank's part, where both lie beside each other and the whole parameters are always here; empty elsewhere.
-        Waits for the device.
+        Only of this rank's part, and only where master and weight are on one device and the parameters are always whole.
+        Elsewhere it is empty. Waits for the device.
         """
         if not (self.plan.resident and self.weight_is_beside_master) or self.plan.coded or self.rest is not None:
             return []

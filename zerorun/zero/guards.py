@@ -140,8 +140,8 @@ class ScriptGuard:
     def refuse_edits(self, *, surely: bool = False) -> None:
         """Raise ReleasedParameterError if a script has written in place to parameters that have masters beside them.
 
-        It looks for that in the first steps, and later after writes that torch counts, of which ``param.data.mul_()`` is
-        none; with ``surely`` in any case. Where others may have such values: see ``FlatGroup.edited``.
+        It looks in the first steps, and later after writes that torch counts, of which ``param.data.mul_()`` is none; with
+        ``surely`` in any case. ``FlatGroup.edited`` says where it cannot look.
         """
         near = [unit for unit in self._units if not unit.placement.states_on_disk]
         beside = [group for unit in near for group in unit.trainable if group.weight_is_beside_master]
