@@ -67,8 +67,7 @@ def take_in(
     """Return the resolved configuration and the optimizer that is asked for. Raises ConfigError or ModelError."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"an nn.Module is needed, got {type(model).__name__}.")
-    _refuse_wrapped(model)
-    _refuse_scripted(model)
+    _refuse_modules(model)
     _refuse_unmade(model)
     model_parameters = _listed(model_parameters)
     source = config_of(config, args)
@@ -108,24 +107,21 @@ def take_in(
     return wanted, raw
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
-    """Raise ModelError for what sums gradients or divides parameters by itself: they would be summed twice."""
+def _refuse_modules(model: nn.Module) -> None:
+    """Raise ModelError for modules that no engine can take.
+
+    What sums gradients or divides parameters by itself would be summed twice. What torch.jit has made takes no hooks.
+    """
     for name, module in model.named_modules():
+        where = f"its module {name!r}" if name else "the model"
         kind = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _IN_OUR_PLACE), None)
         if kind is not None:
-            where = f"its module {name!r}" if name else "the model"
             raise ModelError(
                 f"{where} is wrapped in {kind}, which sums gradients over ranks by itself: they would count as many times "
                 "as there are ranks. Remedy: give initialize() the model without it, in whose place zerorun works: its "
                 "`.module`, before any other change."
             )
-
-
-def _refuse_scripted(model: nn.Module) -> None:
-    """Raise ModelError for what torch.jit has made of a module: it takes no hooks around its state dict."""
-    for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            where = f"its module {name!r}" if name else "the model"
             raise ModelError(
                 f"{where} is a {type(module).__name__} of torch.jit, which takes no hooks around its state dict. Remedy: "
                 "give initialize() the module that it was made of; engine.compile() or torch.compile makes it fast."
