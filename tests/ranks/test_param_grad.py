@@ -1,4 +1,4 @@
-"""``param.grad`` between backward and step in the DeepSpeed mode: what DeepSpeed has there, and nothing that is not so."""
+"""``param.grad`` between a backward and the step: what a script finds and is told, with and without the DeepSpeed mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from torch import nn
 from training import make_config, make_engine
 
 import zerorun
-from zerorun.deepspeed.param_grad import show_gradients
+from zerorun import log
+from zerorun.deepspeed.entry import initialize as initialize_as_deepspeed
+from zerorun.deepspeed.shown_gradients import show_gradients
 from zerorun.errors import StepError
 from zerorun.zero import safe_get_full_grad
 
@@ -30,8 +32,8 @@ def grads(module: nn.Module) -> Gradients:
 
 def look(model: str, config: dict[str, Any]) -> list[Gradients]:
     """After each of two micro-batches of two steps, and after the steps. Only the first rank looks in the first one."""
-    engine = make_engine(CASES[model], config)
     before = "grad" in vars(nn.Parameter)
+    engine = make_engine(CASES[model], config)
     show_gradients(engine)
     found = []
     for step in range(2):
@@ -194,3 +196,101 @@ def test_a_gradient_that_is_cancelled_is_no_secret(world: int, stage: int) -> No
     for said, same in run_ranks(world, cancel, stage):
         assert same and len(said) == 4
         assert all("set to None between backward and step" in text and "with zeros" in text for text in said)
+
+
+# -- without the mode ------------------------------------------------------------------------------------------------
+
+
+def told() -> list[str]:
+    return [message for message in log._warned if message.startswith("param.grad of ")]
+
+
+def read_in_a_loop(config: dict[str, Any]) -> list[list[str]]:
+    """What was said by and by. All reads are of every parameter."""
+    engine = make_engine(CASES["plain"], config)
+    params, said = list(engine.module.parameters()), []
+    for micro in range(2):
+        assert all(param.grad is None for param in params)
+        engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), 0, micro)))
+        torch.optim.SGD(params).zero_grad()
+        said.append(told())
+        if micro == 1:
+            assert all(param.grad is None for param in params)
+            said.append(told())
+        engine.step()
+    assert all(param.grad is None for param in params)
+    engine.destroy()
+    assert "grad" not in vars(nn.Parameter)
+    return [*said, told()]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("precision", ("fp32", "bf16"))
+@pytest.mark.parametrize("stage", range(4))
+def test_a_script_that_reads_none_is_told_once(stage: int, precision: str) -> None:
+    """`if param.grad is not None: param.grad.clamp_(...)` did nothing, without a word. Torch itself may look."""
+    for first, second, third, last in run_ranks(2, read_in_a_loop, make_config(stage, accumulation=2, precision=precision)):
+        assert (first, second) == ([], []) and third == last
+        assert len(last) == 1 and "Remedy: safe_get_full_grad(param)" in last[0]
+
+
+def set_in_a_loop(config: dict[str, Any]) -> tuple[list[str], bool]:
+    """What is said of a value and of None after a backward; and whether zeros before each backward change nothing."""
+    case, said, weights = CASES["plain"], list[str](), []
+    for sets in (False, True):
+        engine = make_engine(case, config)
+        params = list(engine.module.parameters())
+        for step in range(2):
+            for param in params if sets else ():
+                param.grad = torch.zeros_like(param)
+            engine.backward(case.loss(engine, Place(dist.get_rank(), step, 0)))
+            for value in (torch.ones_like(params[0]), None) if sets else ():
+                with pytest.raises(StepError) as caught:
+                    params[0].grad = value
+                said.append(str(caught.value))
+            engine.step()
+        weights.append([value for _, value in sorted(engine.state_dict().items())])
+        engine.destroy()
+    return said, all(map(torch.equal, *weights))
+
+
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_what_is_set_after_a_backward_is_refused(stage: int) -> None:
+    """It was added to the engine's gradient. Zeros before a backward are what it adds to, as in plain PyTorch."""
+    for said, same in run_ranks(2, set_in_a_loop, make_config(stage)):
+        assert same and len(said) == 4
+        assert all("set by hand: the step" in text for text in said[::2])
+        assert all("set to None between backward and step" in text for text in said[1::2])
+
+
+def as_in_deepspeed(stage: int) -> list[str]:
+    engine, *_ = initialize_as_deepspeed(model=CASES["plain"].build(), config=make_config(stage))
+    engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), 0, 0)))
+    for param in engine.module.parameters():
+        assert param.grad is None
+        param.grad = None
+    engine.step()
+    engine.destroy()
+    return told()
+
+
+def zero_a_layer() -> list[list[str]]:
+    engine = make_engine(CASES["plain"], make_config(1))
+    layer = next(module for module in engine.module.modules() if isinstance(module, nn.Linear))
+    layer.zero_grad()
+    engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), 0, 0)))
+    engine.module.zero_grad()  # is the engine's
+    before = told()
+    engine.backward(CASES["plain"].loss(engine, Place(dist.get_rank(), 0, 0)))
+    layer.zero_grad()
+    return [before, told()]
+
+
+def test_zero_grad_of_a_part_of_a_model_is_told() -> None:
+    for before, after in run_ranks(2, zero_a_layer):
+        assert before == [] and len(after) == 1
+
+
+@pytest.mark.parametrize("stage", (2, 3))
+def test_deepspeed_says_nothing_of_it(stage: int) -> None:
+    assert run_ranks(2, as_in_deepspeed, stage) == [[], []]

@@ -25,8 +25,8 @@ from ..log import is_rank_zero, script_logger, warn_once
 from ..startup.inputs import config_of
 from ..watch.launched import launched, world_size_in
 from .engine_module import ModuleEngine
-from .param_grad import show_gradients
 from .parameters import show_placeholders
+from .shown_gradients import show_gradients
 from .surface import VERSION
 from .tensor_ranks import with_own_samples, with_script_ranks
 

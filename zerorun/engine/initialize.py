@@ -89,6 +89,7 @@ from .accumulation import Accumulation, ModuleZeroGrad, zero_grad_beside
 from .clip_calls import ClipCalls
 from .compilation import show_compilation
 from .engine import Engine, give_back, let_go
+from .param_grad import ParamGrad
 from .taking_over import taking_over
 
 # What may be raised on one rank while others go on. The other named errors of initialize() are those of all ranks alike.
@@ -374,7 +375,7 @@ def _engine_of(prepared: _Prepared, built: _Built, script: _Script) -> Engine:
         )
         if sharded is not None:
             runtime.keep([ModuleZeroGrad(model, accumulation, weakref.WeakMethod(engine.zero_grad))])
-            runtime.keep([ClipCalls(sharded_model, wanted.gradient_clipping)])
+            runtime.keep([ClipCalls(sharded_model, wanted.gradient_clipping), ParamGrad(engine)])
         runtime.keep(runtime.open_methods())
         show_compilation()
         if wanted.compile.enabled:

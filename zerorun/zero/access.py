@@ -15,7 +15,7 @@ from ..ops.state_format import keep_state, wide_state
 from ..optim.parts import PartsOptimizer
 from ..plan.weights import follow_memory, followers, rebuilt
 from .away import MASTERS, MOMENTS, WEIGHTS, StateKind
-from .flat_group import FlatGroup, TrainedGroup, fresh_gradient, rounded, take_weight
+from .flat_group import FlatGroup, TrainedGroup, fresh_gradient, rounded, set_gradient, take_weight
 from .pieces import OptimizerPiece
 from .runtime import MADE_BY, Runtime, weights_edited
 from .sharded_model import ParameterHome, ShardedModel, find, model_of, without_edits
@@ -152,7 +152,7 @@ def restore_module(model: ShardedModel, *, exact: bool = False, as_given: bool =
                 dtype = flat_group.plan.given_dtype if as_given else flat.dtype
                 param.data = flat[entry.offset : entry.end].view(entry.shape).to(dtype, copy=True)
                 if fresh_gradient(param) is not None:
-                    param.grad = None
+                    set_gradient(param, None)
     for layer in followers(model.module):
         follow_memory(layer)
     runtime.comm.fence()

@@ -18,6 +18,7 @@ from .placeholders import placeholders
 
 # ``param.grad`` as autograd has left it, also where a mode shows something else under this name.
 fresh_gradient: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+set_gradient: Callable[[torch.Tensor, torch.Tensor | None], None] = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 ROUNDED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that updates can write
 _COMPARED = 2**20  # elements at a time, of which a rounded copy is made
 
@@ -166,7 +167,7 @@ class FlatGroup:
         """Start the next step without gradients. Frozen parameters may have one, too."""
         for param in self.params:
             if fresh_gradient(param) is not None:
-                param.grad = None
+                set_gradient(param, None)
 
 
 @dataclass(frozen=True)
@@ -308,7 +309,7 @@ class TrainedGroup(FlatGroup):
         self.loose = [grad.detach().view(-1) for grad in grads if grad is not None]
         self.used = [True] * len(self.params)
         for param in self.params:
-            param.grad = None
+            set_gradient(param, None)
         self.accumulated = True
         return True
 
@@ -325,7 +326,7 @@ class TrainedGroup(FlatGroup):
             present.append(self.grad_views[index])
             grads.append(grad.to_dense() if grad.is_sparse else grad)
             self.used[index] = True
-            param.grad = None
+            set_gradient(param, None)
         if not self.accumulated:
             self._set_reduced_aside()
             if missing or self._gap_views:
@@ -349,7 +350,7 @@ class TrainedGroup(FlatGroup):
                 grad = grad.to_dense() if grad.is_sparse else grad
                 kept = self.late.get(index)
                 self.late[index] = grad.to(torch.float32, copy=True) if kept is None else kept.add_(grad)
-                param.grad = None
+                set_gradient(param, None)
 
     def _set_reduced_aside(self) -> None:
         """Save the reduced shard before a second backward of the same step fills the slot that it is a part of."""

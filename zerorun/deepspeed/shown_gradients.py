@@ -9,25 +9,18 @@ None, as in DeepSpeed.
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..engine.engine import Engine
+from ..engine.param_grad import CHANGED, ParamGrad
 from ..errors import StepError
 from ..zero.away import GRADIENTS
-from ..zero.flat_group import TrainedGroup, fresh_gradient
-from ..zero.sharded_model import ParameterHome, ShardedModel, home_of
+from ..zero.flat_group import TrainedGroup
+from ..zero.sharded_model import ParameterHome
 
-_GRAD: Any = torch.Tensor.grad
-_REMEDY = (
-    "Remedy: safe_set_full_grad(param, value) on all ranks, with zeros to cancel a gradient; "
-    '"gradient_clipping" in the file clips.'
-)
 _READS = ("__index__", "__int__", "__invert__", "__iter__")  # and no operators in place
-_engines = weakref.WeakKeyDictionary[ShardedModel, "weakref.ref[Engine]"]()
 
 
 class ReadGradient(torch.Tensor):
@@ -39,7 +32,7 @@ class ReadGradient(torch.Tensor):
         in_place = (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in _READS)
         changed = args[0] if name.startswith("_foreach_") else args[:1]
         if (in_place or name == "__setitem__") and any(isinstance(tensor, cls) for tensor in changed):
-            raise StepError(f"{name} of param.grad, which is a copy here: the step would not see it. {_REMEDY}")
+            raise StepError(f"{name} of param.grad, which is a copy here: the step would not see it. {CHANGED}")
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
             views = isinstance(result, torch.Tensor) and isinstance(args[0], cls)
@@ -48,60 +41,10 @@ class ReadGradient(torch.Tensor):
         return result
 
 
-class ShownGradients:
-    """The property ``grad`` of this process' parameters, as long as there is an engine at stage 0 or 1."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._model = engine.sharded_model
-        _engines[self._model] = weakref.ref(engine)
-        nn.Parameter.grad = property(_read, _write, _GRAD.__delete__)  # type: ignore[assignment]
-
-    def remove(self) -> None:
-        _engines.pop(self._model, None)
-        if not _engines and "grad" in vars(nn.Parameter):
-            del nn.Parameter.grad
-
-
 def show_gradients(engine: Engine) -> None:
     """Let ``param.grad`` of the engine's parameters be what its stage has, if that is 0 or 1."""
     if engine.config.zero_optimization.stage <= 1 and engine.sharded is not None:
-        engine.runtime.keep([ShownGradients(engine)])
-
-
-def _engine_of(param: torch.Tensor) -> tuple[Engine, ParameterHome] | None:
-    found = home_of(param)
-    engine = _engines[found[0]]() if found is not None and found[0] in _engines else None
-    return (engine, found[1]) if found is not None and engine is not None else None
-
-
-def _read(param: torch.Tensor) -> torch.Tensor | None:
-    fresh = fresh_gradient(param)
-    if fresh is not None or torch._C._current_graph_task_id() != -1:  # while a backward runs, there is autograd's own
-        return fresh
-    found = _engine_of(param)
-    return _kept(*found) if found is not None else None
-
-
-def _write(param: torch.Tensor, value: torch.Tensor | None) -> None:
-    """Set ``param.grad``. Raises StepError for a value, and for None where the step would not see that it is gone.
-
-    None is harmless where there is nothing, as after a step or before a backward; and the engine takes away by it what
-    autograd has left.
-    """
-    in_a_backward = torch._C._current_graph_task_id() != -1  # where a function of autograd may set it
-    found = None if in_a_backward else _engine_of(param)
-    if found is not None and (value is not None or _is_kept(param, *found)):
-        what = "set by hand" if value is not None else "set to None between backward and step"
-        raise StepError(f"param.grad of {found[1].name!r} was {what}: the step would not see it. {_REMEDY}")
-    _GRAD.__set__(param, value)
-
-
-def _is_kept(param: torch.Tensor, engine: Engine, home: ParameterHome) -> bool:
-    """Whether the step that comes next has a gradient of ``param``, and ``param`` itself has none."""
-    group, counts = home.flat_group, engine.accumulation
-    if fresh_gradient(param) is not None or counts.backwards == counts.steps_seen or not isinstance(group, TrainedGroup):
-        return False
-    return group.reduced or group.used[home.entry] or home.entry in group.late
+        engine.runtime.keep([ParamGrad(engine, _kept)])
 
 
 def _kept(engine: Engine, home: ParameterHome) -> torch.Tensor | None:
