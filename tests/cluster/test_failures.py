@@ -28,16 +28,15 @@ def last_report(err: str) -> str:
     return err.rstrip().split("=" * 80)[-2]
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("hosts", (2, 12))
+@pytest.mark.parametrize("hosts", by_day((2, 12), 12))
 @pytest.mark.parametrize(
     ("action", "status", "words"),
     [
         ("raise ValueError('bad weights')", 1, "exit code 1"),
-        ("sys.exit(3)", 3, "exit code 3"),
         # By day on one host: unit/test_launcher_processes.py.
         *by_day(
             (
+                ("sys.exit(3)", 3, "exit code 3"),
                 ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL (signal 9)"),
                 ("ctypes.string_at(0)", 139, "killed by SIGSEGV (signal 11)"),
             )
@@ -264,7 +263,7 @@ def test_script_that_is_missing_on_one_host_starts_nothing(cluster: Cluster, tmp
 # Rarer ways
 
 
-@pytest.mark.parametrize("first", ("raise ValueError('here')", "sys.exit(0)"))
+@pytest.mark.parametrize("first", by_day(("raise ValueError('here')", "sys.exit(0)"), "sys.exit(0)"))
 def test_the_launcher_s_own_workers_end_first(cluster: Cluster, tmp_path: Path, first: str) -> None:
     script = f"meet()\nif rank == 0:\n    {first}\ntime.sleep(1)\nif rank == 1: sys.exit(3)\ntime.sleep(100)\n"
     code, _, err = Job(cluster, tmp_path, script, hosts=3).finish(20)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import slurmbed
 import torch
+from covering import by_day
 from harness import patience
 from jobs import PRELUDE, assert_nothing_left
 from slurmbed import Slurm
@@ -98,7 +99,7 @@ def test_cancelled_job_leaves_nothing(slurm: Slurm, tmp_path: Path) -> None:
     assert_nothing_left(slurm.cluster, 10)
 
 
-@pytest.mark.parametrize("told", (True, False))
+@pytest.mark.parametrize("told", by_day((True, False), True))
 def test_batch_job_is_requeued_when_its_workers_ask(slurm: Slurm, tmp_path: Path, told: bool) -> None:
     """Preemption: SLURM tells the launcher, that tells the workers, they end with 75, and the job runs once more.
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
+from covering import by_day
 from forked_scripts import RunningScript
 from harness import patience, start_ranks
 
@@ -154,7 +155,7 @@ print(*(float(engine.state_dict()["weight"].double().sum()) for engine in engine
 """
 
 
-@pytest.mark.parametrize(("after", "passes"), [(0, 4), (1, 5)])
+@pytest.mark.parametrize(("after", "passes"), by_day([(0, 4), (1, 5)], (1, 5)))
 def test_several_engines_are_saved_after_one_pass_of_the_loop(folder: Path, after: int, passes: int) -> None:
     """One makes two steps in a pass, and the ranks are told after one of these. They save both after a pass, and go on.
 

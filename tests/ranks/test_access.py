@@ -371,7 +371,7 @@ def trained_around_bad_blocks(stage: int, precision: str, kind: Callable[..., An
     return weights
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", [GatheredParameters, GatheredBlock])
@@ -482,7 +482,7 @@ BF16 = {"precision": "bf16"}
 BLOCKS_OF = [{}, BF16, {**BF16, "bf16": {"store_param_remainders": True}}]
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("modifier", [None, 1])
 @pytest.mark.parametrize("settings", BLOCKS_OF)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -520,7 +520,7 @@ def edited_around_new_values(stage: int, modifier: int | None, first: bool, how:
     return [told, found]
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", ["step", "load_checkpoint"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -720,7 +720,7 @@ OF_PASSES = [
 ]
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("modifier", [None, 1])
 @pytest.mark.parametrize("settings", OF_PASSES)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -1146,7 +1146,7 @@ def trained_on_tensor_ranks(model: str, stage: int, loaded: bool) -> dict[str, t
     return weights
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("model", ("llama", "gpt2"))
 @pytest.mark.parametrize("stage", (1, 3))
 def test_the_mode_loads_whole_weights_where_tensor_ranks_divide_them(model: str, stage: int) -> None:

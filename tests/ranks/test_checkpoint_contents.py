@@ -613,6 +613,7 @@ def client_state_elsewhere(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("asynchronous", (False, True))
 @pytest.mark.parametrize("what", ("own", "same", "of the first"))
 def test_each_rank_gets_its_own_client_state_back(what: str, asynchronous: bool, tmp_path: Path) -> None:

@@ -361,7 +361,7 @@ def loaded_twice(config: dict[str, Any], folder: str, load_optimizer: bool) -> l
     return found
 
 
-@pytest.mark.parametrize("load_optimizer", [True, False])
+@pytest.mark.parametrize("load_optimizer", by_day((True, False), False))
 def test_residuals_are_not_those_of_other_weights(load_optimizer: bool, tmp_path: Any) -> None:
     """They are the checkpoint's, or begin anew with a load of the weights alone."""
     config = {**quantised(zeropp_loco_param={}), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}

@@ -72,6 +72,7 @@ def second_engine(stage: int, how: str) -> tuple[Any, ...]:
     return answer
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", ("kept", "one rank", "part", "mode"))
 @pytest.mark.parametrize("stage", (0, 1, 3))
 def test_a_module_has_one_engine_at_a_time(stage: int, how: str) -> None:
@@ -147,6 +148,7 @@ def run_again(stage: int, precision: str, own: bool, folder: str, moves: bool = 
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("own", (False, True))
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (2, "fp32"), (3, "fp32"), (0, "bf16"), (3, "bf16")])
 def test_a_module_whose_engine_nobody_has_trains_on(stage: int, precision: str, own: bool, tmp_path: Path) -> None:
@@ -298,7 +300,7 @@ def bytes_of_tensors() -> int:
     return sum(size for size in {found._cdata: found.nbytes() for found in storages}.values() if size > 16)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("how", ("destroy", "mode"))
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize("stage", (0, 1, 2, 3))
@@ -316,6 +318,7 @@ def test_an_engine_without_its_module_saves_and_loads_nothing(stage: int, precis
         assert kept <= 0
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize("stage", (0, 2, 3))
 def test_the_mode_trains_a_model_that_an_engine_without_an_optimizer_has(stage: int, precision: str) -> None:
@@ -364,6 +367,7 @@ def own_optimizer(model: Layers, rates: tuple[float, float]) -> torch.optim.Opti
     return torch.optim.AdamW([{"params": params[half::2], "lr": rate} for half, rate in enumerate(rates)])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("own", (False, True))
 @pytest.mark.parametrize("precision", ("fp32", "bf16"))
 @pytest.mark.parametrize(("stage", "offload"), [(0, False), (1, True), (3, False), (3, True)])

@@ -136,7 +136,7 @@ def assert_equal(one: Any, other: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", by_day((1, 3), 3))
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", by_day(LOOPS, "load_right_after_a_step", "hooks", "replace_states"))
 def test_loops_see_the_same(name: str, stage: int, tmp_path: Path) -> None:
     places = [{}, PLACES["optimizer"], PLACES["disk"], *([PLACES["both"], PLACES["all on disk"]] if stage == 3 else [])]
     for resident, *others in run_ranks(2, run, name, stage, places, str(tmp_path)):

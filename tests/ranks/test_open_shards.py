@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import patience, run_ranks, start_ranks
 from models import CASES, Place
 from torch import nn
@@ -263,7 +264,7 @@ sys.stdout.write(f"{value!r}\\n")
 """
 
 
-@pytest.mark.parametrize("ending", ("ended", "dropped"))
+@pytest.mark.parametrize("ending", by_day(("ended", "dropped"), "ended"))
 def test_a_rank_that_is_done_waits_for_those_who_still_read(ending: str) -> None:
     with start_ranks(2, SCRIPT, ending) as scripts:
         (code, first, errors), (other, second, more) = [script.finish(60 * patience()) for script in scripts]

@@ -357,7 +357,6 @@ def stored(folder: Path) -> dict[tuple[str, str], torch.Tensor]:
             *((optimizer, one, other, {}) for optimizer in OPTIMIZERS for one in CELLS for other in CELLS),
             *(("Adafactor", one, other, WHOLE) for one in CELLS if one[0] == 1 for other in CELLS),
         ],
-        ("Adafactor", CELLS[1], CELLS[0], {}),
         ("Lamb", CELLS[5], CELLS[2], {}),
     ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import patience, run_ranks, start_ranks, start_script
 from models import CASES
 from training import make_config, make_engine
@@ -89,7 +90,7 @@ def wait_for_a_message() -> str:
     return type(error).__name__
 
 
-@pytest.mark.parametrize("peer_memory", ("0", "1"))
+@pytest.mark.parametrize("peer_memory", by_day(("0", "1"), "1"))
 def test_a_rank_that_does_not_come_is_an_error_after_that_time(peer_memory: str) -> None:
     with start_ranks(2, SCRIPT, ZERORUN_PEER_MEMORY=peer_memory) as (waits, _):
         code, said, errors = waits.finish(60 * patience())

@@ -632,7 +632,7 @@ def test_experts_that_weigh_otherwise_are_refused(on: str) -> None:
         assert "0 (_WeighsInputs) does not return the sum" in said and "Remedy: remove the section" in said
 
 
-@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("policy", by_day(("full", "selective"), "selective"))
 def test_what_is_not_finite_tells_nothing_of_how_experts_weigh(policy: str) -> None:
     """An expert with NaN, or an overflow in fp16, made one rank refuse the model, and the others wait for it."""
     model = make("mixtral", "eager")

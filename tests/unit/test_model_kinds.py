@@ -121,7 +121,7 @@ def tiny(kind: str) -> tuple[torch.nn.Module, ModelShape]:
         return transformers.AutoModelForCausalLM.from_config(config), shape_of(config.to_dict())
 
 
-@pytest.mark.parametrize("kind", by_day(tuple(KINDS), *LIMITED, "llama", "qwen3_moe", "deepseek_v3", "stablelm"))
+@pytest.mark.parametrize("kind", by_day(tuple(KINDS), "llama", "qwen3_moe", "bloom", "codegen", "falcon", "gptj", "mpt"))
 def test_what_may_be_planned_for_a_kind_is_taken(kind: str) -> None:
     """On two GPUs: each degree alone, in bf16 and in fp8. Tensor ranks really divide it, maybe but for its embedding."""
     model, shape = tiny(kind)

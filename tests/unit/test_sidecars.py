@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from covering import by_day
 from harness import patience
 
 from zerorun.launcher.boards import is_gone
@@ -297,7 +298,7 @@ def test_ranks_that_nobody_has_seen(tmp_path: Path) -> None:
         first.wait()
 
 
-@pytest.mark.parametrize("hosts", (1, 2))
+@pytest.mark.parametrize("hosts", by_day((1, 2), 2))
 def test_a_rank_that_stands_still_is_named_and_ended(tmp_path: Path, hosts: int) -> None:
     """Of a job on one host that rank alone, since torchrun ends the others. Of several hosts all."""
     (tmp_path / "train.py").write_text(RANKS)

@@ -171,11 +171,19 @@ def test_loss_and_gradients_equal_the_whole_model(name: str, size: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [
-        *[(name, 2) for name in ("llama", "llama, tied", "qwen3", "gemma2", "phi3", "gpt2", "gpt-neox", "bert", "example")],
-        *[(name, 4) for name in ("llama", "gpt2", "example")],
+    by_day(
+        [
+            *[
+                (name, 2)
+                for name in ("llama", "llama, tied", "qwen3", "gemma2", "phi3", "gpt2", "gpt-neox", "bert", "example")
+            ],
+            *[(name, 4) for name in ("llama", "gpt2", "example")],
+            ("llama, 3 key-value heads", 3),
+        ],
+        *[(name, 2) for name in ("llama, tied", "gemma2", "gpt-neox", "bert", "example")],
+        ("gpt2", 4),
         ("llama, 3 key-value heads", 3),
-    ],
+    ),
 )
 def test_with_sequence_parallelism(name: str, size: int) -> None:
     check(make(name), size, sequence_parallel=True)
@@ -348,6 +356,7 @@ def test_recomputed_blocks(sequence_parallel: bool) -> None:
     check(model, 2, sequence_parallel=sequence_parallel)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", ((6, 7), (7, 6), (5, 12), (2, 1)))
 @pytest.mark.parametrize(("name", "reentrant"), (("llama", False), ("llama", True), ("gpt2", False)))
 def test_recomputed_blocks_of_two_lengths(name: str, reentrant: bool, lengths: tuple[int, int]) -> None:
