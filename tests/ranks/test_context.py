@@ -211,7 +211,7 @@ for _number, (_stage, (_context, _ranks), (_tensor, _pipe)) in enumerate(MATRIX)
         )
 
 
-@pytest.mark.parametrize("which", by_day(CASES, *tuple(CASES)[1:6], "no targets, both"))
+@pytest.mark.parametrize("which", by_day(CASES, *tuple(CASES)[1:7]))
 def test_equals_one_process(which: str) -> None:
     training = CASES[which]
     compare(run_ranks(training.world, train, training), reference(training))

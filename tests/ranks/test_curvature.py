@@ -245,7 +245,7 @@ def both_ways(stage: int) -> list[reference.Result]:
     return [train_by_signs(stage, curvature, late=curvature) for curvature in (False, True)]
 
 
-@pytest.mark.parametrize("stage", by_day((0, 1, 2, 3), 3))
+@pytest.mark.parametrize("stage", by_day((0, 1, 2, 3), 0))
 def test_a_curvature_between_micro_batches_changes_no_bit(stage: int) -> None:
     for without, with_ in run_ranks(2, both_ways, stage):
         assert (with_.losses, with_.norms) == (without.losses, without.norms)
