@@ -143,6 +143,7 @@ WAYS = (
         product(WAYS, ("none", "full", "selective")),
         ("wrapped, before", "none"),
         ("blocks, before", "full"),
+        ("wrapped blocks, before", "full"),
     ),
 )
 def test_what_the_script_compiles_is_compiled_at_stage_3(way: str, policy: str) -> None:

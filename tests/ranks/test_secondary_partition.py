@@ -161,7 +161,7 @@ def test_what_is_sent_and_held_is_planned(config: dict[str, Any]) -> None:
 PLACES: dict[str, dict[str, Any]] = {"codes": {"zero_quantized_weights": True}, "weights": {}, "in host memory": OFFLOADED}
 
 
-@pytest.mark.parametrize("place", by_day(PLACES, "codes"))
+@pytest.mark.parametrize("place", by_day(PLACES, "codes", "in host memory"))
 def test_it_has_no_races(place: str) -> None:
     config = hpz(accumulation=2, precision="bf16", overlap_comm=True, **PLACES[place])
     for races in run_ranks(4, test_simulated_device.look, config):

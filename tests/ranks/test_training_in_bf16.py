@@ -314,7 +314,6 @@ def save_in_pieces(config: dict[str, Any], folder: str, tensor_parallel: bool) -
     return masters, max(made, default=0), sum(made)
 
 
-@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["10 bytes, Kahan", "16 bytes, remainders", "8 bytes"])
 @pytest.mark.parametrize(("ranks", "stage", "tensor"), [(1, 0, 1), (2, 3, 1), (2, 1, 2)])
 def test_saves_make_fp32_of_masters_a_piece_at_a_time(
