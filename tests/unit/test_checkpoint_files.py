@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import json
 import math
 import os
@@ -35,6 +36,7 @@ from zerorun.checkpoint.files import is_plain
 from zerorun.checkpoint.json_values import decode, encode
 from zerorun.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, read_manifest
 from zerorun.checkpoint.offline import alone
+from zerorun.checkpoint.ranks import attempt
 from zerorun.checkpoint.save import pack_scalars, scalar, unpack_scalars
 from zerorun.checkpoint.stream import FileWriter, WriteQueue, write_small
 from zerorun.checkpoint.tensorfile import (
@@ -1484,6 +1486,26 @@ def test_a_save_that_was_killed_before_latest(tmp_path: Path) -> None:
     time.sleep(0.02)  # more than the clock of the file system is late
     save(tmp_path, "s2", 2, latest=False)
     assert folder.in_order_of_trust(tmp_path) == ["s2", "s1"]
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EACCES, "Remedy: let this user read and write there"),
+        (errno.EROFS, "Remedy: let this user read and write there"),
+        (errno.ENOTDIR, "so name another directory"),
+        (errno.EEXIST, "so name another directory"),
+        (errno.ENOSPC, "GB are free). Remedy: make room"),
+        (errno.EIO, "Input/output error"),
+    ],
+)
+def test_what_the_disk_refuses_says_what_to_do(number: int, remedy: str, tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / "file"))
+
+    _, problem = attempt(fail)
+    assert problem is not None and problem.text.startswith(f"{tmp_path}/file: {os.strerror(number)}")
+    assert remedy in problem.text
 
 
 def test_no_file_is_pickled_or_unpickled() -> None:

@@ -160,13 +160,21 @@ class Problem:
         return DamagedError(self.text) if self.damaged else CheckpointError(self.text)
 
 
-def _free(error: OSError) -> str:
-    """If there was not enough room on the disk, how much there is; else empty."""
-    if error.errno != errno.ENOSPC or not error.filename:
-        return ""
-    with suppress(OSError):
-        return f" ({shutil.disk_usage(Path(error.filename).parent).free / 1e9:.2f} GB are free). Remedy: make room"
-    return ""
+_FORBIDDEN = ". Remedy: let this user read and write there, or name another directory"
+_IN_THE_WAY = ". Remedy: something else has that name, so name another directory"
+_REMEDIES = {
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _FORBIDDEN),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), _IN_THE_WAY),
+}
+
+
+def _remedy(error: OSError) -> str:
+    """What may be done about ``error``; empty if that is not known. If the disk is full, also how much room there is."""
+    if error.errno == errno.ENOSPC and error.filename:
+        with suppress(OSError):
+            free = shutil.disk_usage(Path(error.filename).parent).free
+            return f" ({free / 1e9:.2f} GB are free). Remedy: make room"
+    return _REMEDIES.get(error.errno or 0, "")
 
 
 def attempt(make: Callable[[], T]) -> tuple[T | None, Problem | None]:
@@ -177,7 +185,7 @@ def attempt(make: Callable[[], T]) -> tuple[T | None, Problem | None]:
         return None, Problem(str(error), isinstance(error, DamagedError))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return None, Problem(f"{where}{error.strerror or error}{_free(error)}")
+        return None, Problem(f"{where}{error.strerror or error}{_remedy(error)}")
     except Exception as error:  # whatever it is, the other ranks must not wait
         logger.exception("an unexpected error in a checkpoint")
         return None, Problem(f"{type(error).__name__}: {error}")
