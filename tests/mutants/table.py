@@ -4045,6 +4045,22 @@ MUTANTS = (
         ("tests/ranks/test_ways_of_backwards.py::test_a_forward_from_before_the_last_step_is_refused",),
     ),
     Mutant(
+        "all-data-are-the-same",
+        "rank",
+        "zerorun/zero/norm.py",
+        "        same_data = readers == topology.world_size and not _differ(readers, *checksums)",
+        "        same_data = readers == topology.world_size",
+        ("tests/ranks/test_advice.py", "-k", "read_the_same_data"),
+    ),
+    Mutant(
+        "a-split-backward-meets-copies",
+        "stale",
+        "zerorun/deepspeed/shown_gradients.py",
+        "    trains_by_loop = engine.sharded is not None and not isinstance(engine.module, Pipelined)",
+        "    trains_by_loop = engine.sharded is not None",
+        ("tests/ranks/test_param_grad.py::test_a_split_backward_sets_it",),
+    ),
+    Mutant(
         "a-loop-over-gradients-is-not-told",
         "swallowed",
         "zerorun/engine/param_grad.py",

@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from harness import run_ranks
 from mixtures import make
 from models import CASES, Gpt, Place
+from test_parallel_matrix import build
 from torch import nn
 from training import make_config, make_engine, shared_topology
 
 import zerorun
 from zerorun.engine import accumulation as micro_batches
+from zerorun.engine import outcomes
 from zerorun.engine.pipeline_engine import PipelineEngine
 from zerorun.zero import sharded_optimizer
 
@@ -150,3 +152,41 @@ def test_one_step_for_all_micro_batches_is_pointed_out() -> None:
     assert run_ranks(2, accumulate, 1) == [[], []]
     for found in run_ranks(2, accumulate, 2):
         assert "step() after 2 backwards counts as one of gradient_accumulation_steps = 2" in found[0]
+
+
+# -- data of ranks ---------------------------------------------------------------------------------------------------
+
+
+def train_on_rows(stage: int, tensor: int, divides: bool) -> list[str]:
+    config = make_config(stage, accumulation=2, **({"tensor_parallel": {"size": tensor}} if tensor > 1 else {}))
+    module = build("llama") if tensor > 1 else Gpt()
+    engine = zerorun.initialize(module, config, topology=shared_topology(tensor=tensor))
+    first = engine.topology.data_parallel_rank if divides else 0
+
+    def act() -> None:
+        for step in range(4):
+            rows = torch.arange(16).view(2, 8) + first + step
+            output = engine(rows)
+            engine.backward(getattr(output, "logits", output).float().square().mean())
+            engine.step()
+
+    return said(outcomes, act)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "tensor", "divides", "told"),
+    [
+        (1, 0, 1, False, 0),
+        (2, 0, 1, False, 1),
+        (2, 3, 1, True, 0),
+        (3, 3, 1, False, 1),
+        (2, 1, 2, False, 0),
+        (4, 1, 2, True, 0),
+        (4, 1, 2, False, 1),
+    ],
+)
+def test_ranks_that_read_the_same_data_are_told(ranks: int, stage: int, tensor: int, divides: bool, told: int) -> None:
+    """As where a loader has no sampler, and all ranks the same seed: N of them train as fast as one, and as well."""
+    for found in run_ranks(ranks, train_on_rows, stage, tensor, divides):
+        assert len(found) == told
+        assert all(f"all {ranks // tensor} data-parallel ranks were given the same data" in text for text in found)

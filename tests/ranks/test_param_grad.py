@@ -18,6 +18,7 @@ from zerorun import log
 from zerorun.deepspeed.entry import initialize as initialize_as_deepspeed
 from zerorun.deepspeed.shown_gradients import show_gradients
 from zerorun.errors import StepError
+from zerorun.pipeline.module import PipelineModule
 from zerorun.zero import safe_get_full_grad
 
 Gradients = dict[str, "torch.Tensor | None"]
@@ -294,3 +295,22 @@ def test_zero_grad_of_a_part_of_a_model_is_told() -> None:
 @pytest.mark.parametrize("stage", (2, 3))
 def test_deepspeed_says_nothing_of_it(stage: int) -> None:
     assert run_ranks(2, as_in_deepspeed, stage) == [[], []]
+
+
+def stages_of_linear_layers(in_the_mode: bool) -> list[float]:
+    torch.manual_seed(0)
+    module = PipelineModule([nn.Linear(4, 4) for _ in range(4)], num_stages=2, loss_fn=lambda out, _: out.square().mean())
+    config = make_config(1, accumulation=4, pipeline={"schedule": "zero_bubble"})
+    engine = initialize_as_deepspeed(model=module, config=config)[0] if in_the_mode else zerorun.initialize(module, config)
+    losses = []
+    for step in range(3):
+        rows = torch.randn(4, 2, 4, generator=torch.Generator().manual_seed(step))
+        losses.append(float(engine.train_batch(iter([(row, None) for row in rows]))))
+    engine.destroy()
+    return losses
+
+
+def test_a_split_backward_sets_it() -> None:
+    """Zero bubble computes gradients of weights apart from a backward. In the mode it met copies."""
+    native, mode = (run_ranks(2, stages_of_linear_layers, in_the_mode) for in_the_mode in (False, True))
+    assert native == mode

@@ -16,6 +16,7 @@ import torch
 from ..engine.engine import Engine
 from ..engine.param_grad import CHANGED, ParamGrad
 from ..errors import StepError
+from ..pipeline.pipelined import Pipelined
 from ..zero.away import GRADIENTS
 from ..zero.flat_group import TrainedGroup
 from ..zero.sharded_model import ParameterHome
@@ -43,7 +44,8 @@ class ReadGradient(torch.Tensor):
 
 def show_gradients(engine: Engine) -> None:
     """Let ``param.grad`` of the engine's parameters be what its stage has, if that is 0 or 1."""
-    if engine.config.zero_optimization.stage <= 1 and engine.sharded is not None:
+    trains_by_loop = engine.sharded is not None and not isinstance(engine.module, Pipelined)
+    if trains_by_loop and engine.config.zero_optimization.stage <= 1:
         engine.runtime.keep([ParamGrad(engine, _kept)])
 
 

@@ -28,6 +28,7 @@ from torch import nn
 from ..config.batch import Batch
 from ..config.parse import Config
 from ..distributed.device import holds
+from ..distributed.same_data import checksum
 from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
@@ -233,6 +234,7 @@ class Accumulation:
         self._in_no_sync = False
         self._is_last: bool | None = None  # whether the next backward is the last of a pipeline's batch
         self._labels = LabelCounts(config.gradient_accumulation_steps * comm.topology.data_parallel_size)
+        self._first_data = FirstData(comm.topology.data_parallel_size)
         self.arrivals = Arrivals(scaler)
         self._mode: str | None = None
         comm.expect_micro_batches(self.batch.accumulation)
@@ -380,9 +382,10 @@ class Accumulation:
 
     # -- losses --------------------------------------------------------------------------------------------------
 
-    def look_at_labels(self, inputs: Mapping[str, Any]) -> None:
-        """Count the labels in the keyword arguments of a micro-batch; see LabelCounts."""
-        self._labels.look(inputs)
+    def look_at(self, inputs: Any, named: Mapping[str, Any]) -> None:
+        """Look at a micro-batch: see LabelCounts, of what is ``named``, and FirstData."""
+        self._labels.look(named)
+        self._first_data.look((inputs, named))
 
     def advise(self, remedy: str) -> None:
         """Warn if the losses of a step were averaged although their micro-batches have different numbers of labels.
@@ -464,7 +467,15 @@ class Accumulation:
         if self._observes:
             observed = sum(self._losses, torch.zeros(2, dtype=torch.float64, device=self._device))
         return Told(
-            len(self.notes.bad_losses), self._weight, self._compared, wishes, (divisor, rates), unread, must_know, observed
+            len(self.notes.bad_losses),
+            self._weight,
+            self._compared,
+            wishes,
+            (divisor, rates),
+            self._first_data.told(),
+            unread,
+            must_know,
+            observed,
         )
 
     # -- the divisor ---------------------------------------------------------------------------------------------
@@ -586,6 +597,22 @@ class LabelCounts:
                 f"Remedy: {remedy}; with labels[..., 1:] for models that shift them, as decoders of Hugging Face do."
             )
             self._left, self._counts = 0, set()
+
+
+class FirstData:
+    """A checksum of the first micro-batch of one of ``ranks`` data-parallel ranks, for one step to tell of."""
+
+    def __init__(self, ranks: int) -> None:
+        self._looks = ranks > 1
+        self._seen: int | None = None
+
+    def look(self, given: Any) -> None:
+        if self._looks:
+            self._looks, self._seen = False, checksum(given)
+
+    def told(self) -> int | None:
+        seen, self._seen = self._seen, None
+        return seen
 
 
 UNUSABLE_WEIGHT = "the weight of a loss must be finite and not negative, got {}."

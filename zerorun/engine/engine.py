@@ -40,7 +40,7 @@ from ..zero.unit import links_of
 from .accumulation import Accumulation, ScaledBackward, check_loss, refuse_no_backward, running, samples_of_step
 from .compilation import show_compilation
 from .curvature import CurvatureTaking
-from .outcomes import History, UnsettledStep, is_refused, rates_of, refuse_changes, refuse_differing
+from .outcomes import History, UnsettledStep, advise_own_data, is_refused, rates_of, refuse_changes, refuse_differing
 from .saving import automatic_saves_of
 
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
@@ -103,7 +103,7 @@ class Engine(CurvatureTaking):
         """Run the forward; ``compiler`` compiles the module, if the script does so around the call."""
         self._compare_data((inputs, kwargs))
         if torch.is_grad_enabled() and not self._calls:
-            self.accumulation.look_at_labels(kwargs)
+            self.accumulation.look_at(inputs, kwargs)
         # If the model's own forward has called the engine, only the outer call has to do with the script.
         # Where one engine scales losses, gradients that come to another one may be scaled, too.
         scaler = self.history.scaler
@@ -311,6 +311,8 @@ class Engine(CurvatureTaking):
             refuse_no_backward(backwards)
             divisors, rates = summary.differing
             refuse_differing(self.sharded_model, divisors=divisors, rates=rates)
+            if summary.same_data:
+                advise_own_data(self.topology.data_parallel_size)
             self._update(summary, backwards, lr_kwargs)
         finally:
             self._forget_gradients()

@@ -375,7 +375,9 @@ def _engine_of(prepared: _Prepared, built: _Built, script: _Script) -> Engine:
         )
         if sharded is not None:
             runtime.keep([ModuleZeroGrad(model, accumulation, weakref.WeakMethod(engine.zero_grad))])
-            runtime.keep([ClipCalls(sharded_model, wanted.gradient_clipping), ParamGrad(engine)])
+            runtime.keep([ClipCalls(sharded_model, wanted.gradient_clipping)])
+            if not isinstance(model, Pipelined):  # whose script has no turn between a backward and the step
+                runtime.keep([ParamGrad(engine)])
         runtime.keep(runtime.open_methods())
         show_compilation()
         if wanted.compile.enabled:

@@ -12,7 +12,7 @@ import torch
 from ..config.parse import Config
 from ..distributed.agreement import first_other
 from ..errors import LossScaleError, NonFiniteError, StepError, ZerorunError
-from ..log import is_rank_zero, listed, logger
+from ..log import is_rank_zero, listed, logger, warn_once
 from ..monitors.device_sample import DeviceSample
 from ..monitors.monitor import Monitor
 from ..monitors.observer import RunObserver, StepRecord
@@ -236,6 +236,15 @@ def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> Non
             f"rank {other} has the learning rates {found[other]}, and rank 0 {found[0]}. Weights are as before the step. "
             "Remedy: give all ranks the same rates and schedule, and one that watches a metric its mean over all ranks."
         )
+
+
+def advise_own_data(ranks: int) -> None:
+    """Warn that all data-parallel ranks have read the same first micro-batch."""
+    warn_once(
+        f"all {ranks} data-parallel ranks were given the same data for their first micro-batch. If they are in all others, "
+        "they do the work of one. Remedy: let each read its own part, by initialize(training_data=...), whose loader "
+        "divides data, by torch.utils.data.DistributedSampler, or by engine.topology.data_parallel_rank."
+    )
 
 
 class Outcomes(Reports, Counters, LoopQueries):

@@ -102,7 +102,7 @@ class PipelineEngine(Engine):
         batches = self._take(data_iter, count)
         for batch in batches:  # on the first stage, too: rank 0 is there, which alone writes what is advised
             if isinstance(batch, Mapping):
-                self.accumulation.look_at_labels(batch)
+                self.accumulation.look_at((), batch)
         schedule = self._schedule(count)
         self._executor.run(schedule, batches)
         self.accumulation.count_batch(count)

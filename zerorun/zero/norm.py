@@ -49,7 +49,8 @@ class Told:
 
     ``weight``: the sum of those that losses came with. ``loss``: the sum of losses, which must be that of all ranks of its
     tensor group. ``wishes``: what else ranks want to add up; as many on every rank. ``alike``: numbers that must be the
-    same on all ranks that have them; as many on every rank, None where it has none. ``unread``: losses that are
+    same on all ranks that have them; as many on every rank, None where it has none. ``data``: a checksum of what this rank
+    has read, None if there is none to compare. ``unread``: losses that are
     not counted in ``bad_losses``, and weights that are not in ``weight``. ``must_know``: this rank must know the outcome at
     once. ``observed``: if ranks want to know the loss of the step, fp64 [2] on the device: the sum of this rank's losses,
     and what the sum over ranks is to be divided by.
@@ -60,6 +61,7 @@ class Told:
     loss: float = 0.0
     wishes: Sequence[int] = ()
     alike: Sequence[float | None] = ()
+    data: int | None = None
     unread: UnreadLosses = UnreadLosses()
     must_know: bool = False
     observed: torch.Tensor | None = None
@@ -135,7 +137,7 @@ class Norm:
         own = [0.0, 0.0, 0.0] if by_device else self._read_own(told)
         known = [own[0], own[1] + told.weight * first, own[2] + told.bad_losses, *own[3:]]
         flags = [len(late), unused, other, abs(other), told.must_know]
-        alike = [float(part) for x in told.alike for part in ((0, 0, 0) if x is None else (1, x, x * x))]
+        alike = [float(part) for x in (*told.alike, told.data) for part in ((0, 0, 0) if x is None else (1, x, x * x))]
         total = self._sum([*known, *flags, *told.wishes, *alike, *self._comm.told_order()])
         found, rest = (part.tolist() for part in total.tensor_split([len(known)]))
         late_sum, unused_sum, others, scale, must_know, *more = rest
@@ -145,10 +147,12 @@ class Norm:
                 found[0] = float(self._sum(self._read_own(told)[:1])[0])
         wishes = tuple(int(more.pop(0)) for _ in told.wishes)
         differing = tuple(_differ(*(more.pop(0) for _ in range(3))) for _ in told.alike)
+        readers, *checksums = (more.pop(0) for _ in range(3))
+        same_data = readers == topology.world_size and not _differ(readers, *checksums)
         self._comm.refuse_other_order(more)
         apart = abs(others) / scale if scale else 0.0
         sums, here = self._by_device(told, found, bool(must_know)) if by_device else (found, None)
-        return Summary(sums, here, unused_sum > 0, apart, wishes, differing)
+        return Summary(sums, here, unused_sum > 0, apart, wishes, differing, same_data)
 
     def _by_device(self, told: Told, known: list[float], must_know: bool) -> tuple[Sums, OwnNumbers | None]:
         """The sums of all ranks' own numbers, with what is ``known``: on the device, unless some rank ``must_know``."""
@@ -185,7 +189,8 @@ class Summary:
     came with; of the bad losses; and of what ranks ``observed``. ``own``: this rank's part, if they are
     on the device, in fp64, which then decides. ``unused``: some parameter had no gradient on some rank. ``apart``: relative
     difference of losses that should be equal, those of ranks with the same batch. ``wishes``: the sums of those that
-    ranks told. ``differing``: which of the numbers that should be ``alike`` are not.
+    ranks told. ``differing``: which of the numbers that should be ``alike`` are not. ``same_data``: all ranks have told of
+    data, and of the same.
     """
 
     sums: Sums
@@ -194,6 +199,7 @@ class Summary:
     apart: float = 0.0
     wishes: tuple[int, ...] = ()
     differing: tuple[bool, ...] = ()
+    same_data: bool = False
 
     @property
     def deferred(self) -> bool:
