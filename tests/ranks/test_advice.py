@@ -16,8 +16,9 @@ from training import make_config, make_engine, shared_topology
 
 import zerorun
 from zerorun.engine import accumulation as micro_batches
-from zerorun.engine import outcomes
+from zerorun.engine import outcomes, pipeline_engine
 from zerorun.engine.pipeline_engine import PipelineEngine
+from zerorun.pipeline.module import PipelineModule
 from zerorun.zero import sharded_optimizer
 
 STEPS = sharded_optimizer.WATCHED_STEPS
@@ -34,15 +35,15 @@ class Labelled(nn.Module):
         return F.cross_entropy(self.model(ids).flatten(0, 1), labels.flatten())
 
 
-def said(module: Any, act: Any) -> list[str]:
-    """What ``act`` has ``module`` warn of."""
-    found: list[str] = []
-    usual = module.warn_once
-    module.warn_once = found.append
+def said(module: Any, act: Any, function: str = "warn_once") -> list[Any]:
+    """What ``act`` has ``module`` warn of: what it gives to ``function``."""
+    found: list[Any] = []
+    usual = getattr(module, function)
+    setattr(module, function, found.append)
     try:
         act()
     finally:
-        module.warn_once = usual
+        setattr(module, function, usual)
     return found
 
 
@@ -171,6 +172,27 @@ def train_on_rows(stage: int, tensor: int, divides: bool) -> list[str]:
             engine.step()
 
     return said(outcomes, act)
+
+
+def train_on_rows_in_stages(divides: bool) -> list[str]:
+    module = PipelineModule([nn.Linear(4, 4) for _ in range(3)], num_stages=2, loss_fn=lambda out, _: out.square().mean())
+    engine = zerorun.initialize(module, make_config(1, accumulation=2), topology=shared_topology(pipe=2))
+    assert isinstance(engine, PipelineEngine)
+    rank = engine.topology.data_parallel_rank if divides else 0
+
+    def act() -> None:
+        for step in range(2):
+            rows = [(torch.full((2, 4), float(rank + 10 * micro + step)), None) for micro in range(2)]
+            engine.eval_batch(iter([(torch.zeros(2, 4), None)] * 2))
+            engine.train_batch(iter(rows))
+
+    return said(pipeline_engine, act, "advise_own_data")
+
+
+@pytest.mark.parametrize("divides", (False, True))
+def test_ranks_of_pipelines_that_read_the_same_data_are_told(divides: bool) -> None:
+    """Not of what they evaluate, which may be the same."""
+    assert run_ranks(4, train_on_rows_in_stages, divides) == [[] if divides else [2]] * 4
 
 
 @pytest.mark.parametrize(

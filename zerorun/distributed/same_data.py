@@ -72,6 +72,12 @@ def agree(total: torch.Tensor) -> bool:
     return bool((count * second == first * first).all())
 
 
+def all_alike(total: torch.Tensor) -> bool:
+    """Return True if all places had a checksum, and the same one. ``total``: as for :func:`agree`, which holds."""
+    count, first, _ = total.view(3, -1)
+    return bool(count.min() > 0 and (first * count[0] == first[0] * count).all())
+
+
 SAME = "pass the same parameters on all ranks, in any order"
 
 

@@ -382,10 +382,14 @@ class Accumulation:
 
     # -- losses --------------------------------------------------------------------------------------------------
 
-    def look_at(self, inputs: Any, named: Mapping[str, Any]) -> None:
-        """Look at a micro-batch: see LabelCounts, of what is ``named``, and FirstData."""
+    def look_at(self, named: Mapping[str, Any], data: Any = None) -> None:
+        """Look at a micro-batch: at the labels in what is ``named``, and at its ``data``, if ranks are to compare it.
+
+        See LabelCounts and FirstData.
+        """
         self._labels.look(named)
-        self._first_data.look((inputs, named))
+        if data is not None:
+            self._first_data.look(data)
 
     def advise(self, remedy: str) -> None:
         """Warn if the losses of a step were averaged although their micro-batches have different numbers of labels.

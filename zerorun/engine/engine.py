@@ -103,7 +103,7 @@ class Engine(CurvatureTaking):
         """Run the forward; ``compiler`` compiles the module, if the script does so around the call."""
         self._compare_data((inputs, kwargs))
         if torch.is_grad_enabled() and not self._calls:
-            self.accumulation.look_at(inputs, kwargs)
+            self.accumulation.look_at(kwargs, (inputs, kwargs))
         # If the model's own forward has called the engine, only the outer call has to do with the script.
         # Where one engine scales losses, gradients that come to another one may be scaled, too.
         scaler = self.history.scaler

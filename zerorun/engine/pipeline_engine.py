@@ -12,7 +12,7 @@ import torch
 
 from ..data import RepeatingLoader
 from ..distributed.device import CPU, Clock, on_device, synchronize
-from ..distributed.same_data import agree, checksum, inputs_and_labels, is_cheap, summands
+from ..distributed.same_data import agree, all_alike, checksum, inputs_and_labels, is_cheap, summands
 from ..distributed.transport.connect import connect_links
 from ..distributed.transport.control import Control
 from ..distributed.transport.gloo import Gloo
@@ -31,6 +31,7 @@ from ..pipeline.split_backward import SplitLayers, WeightGradients
 from ..plan.forwards import uncompiled
 from ..watch.board import Phase, board, during
 from .engine import COMPARED_STEPS, Engine
+from .outcomes import advise_own_data
 
 _WARM_UP_BATCHES = 2  # the times of the last of these are what the zero-bubble schedule is made from
 
@@ -102,7 +103,7 @@ class PipelineEngine(Engine):
         batches = self._take(data_iter, count)
         for batch in batches:  # on the first stage, too: rank 0 is there, which alone writes what is advised
             if isinstance(batch, Mapping):
-                self.accumulation.look_at((), batch)
+                self.accumulation.look_at(batch)
         schedule = self._schedule(count)
         self._executor.run(schedule, batches)
         self.accumulation.count_batch(count)
@@ -303,6 +304,8 @@ class PipelineEngine(Engine):
         for kind, own, total in zip(("labels", "inputs"), (labels, inputs), totals, strict=True):
             if not agree(total):
                 self._name_different(kind, own)
+        if self.module.training and self.global_steps == 0 and places > 1 and all_alike(totals[1]):
+            advise_own_data(places)
 
     def _name_different(self, kind: str, own: int | None) -> NoReturn:
         """Raise PipelineError for two ranks that read different data. All ranks must call it."""
