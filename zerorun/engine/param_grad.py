@@ -80,7 +80,9 @@ def _found(param: torch.Tensor) -> tuple[ParamGrad, Engine, ParameterHome] | Non
     found = home_of(param)
     watching = _watched.get(found[0]) if found is not None else None
     engine = watching.engine() if watching is not None else None
-    return (watching, engine, found[1]) if found and watching and engine else None
+    if found is None or watching is None or engine is None:
+        return None
+    return watching, engine, found[1]
 
 
 def _read(param: torch.Tensor) -> torch.Tensor | None:
