@@ -4080,8 +4080,8 @@ MUTANTS = (
         "cancelled-gradients-are-a-secret",
         "swallowed",
         "zerorun/engine/param_grad.py",
-        "    return group.reduced or group.used[home.entry] or home.entry in group.late",
-        "    return home.entry in group.late",
+        "    return group if group.reduced or group.used[home.entry] or home.entry in group.late else None",
+        "    return group if home.entry in group.late else None",
         ("tests/ranks/test_param_grad.py::test_a_gradient_that_is_cancelled_is_no_secret",),
     ),
     Mutant(

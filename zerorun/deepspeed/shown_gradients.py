@@ -14,11 +14,10 @@ from typing import Any
 import torch
 
 from ..engine.engine import Engine
-from ..engine.param_grad import CHANGED, ParamGrad
+from ..engine.param_grad import CHANGED, ParamGrad, group_with_gradient
 from ..errors import StepError
 from ..pipeline.pipelined import Pipelined
 from ..zero.away import GRADIENTS
-from ..zero.flat_group import TrainedGroup
 from ..zero.sharded_model import ParameterHome
 
 _READS = ("__index__", "__int__", "__invert__", "__iter__")  # and no operators in place
@@ -51,10 +50,8 @@ def show_gradients(engine: Engine) -> None:
 
 def _kept(engine: Engine, home: ParameterHome) -> torch.Tensor | None:
     """The copy of what this rank has of the gradient; None if it has none, or a part of a reduced one."""
-    group = home.flat_group
-    if not isinstance(group, TrainedGroup) or not (group.reduced or group.used[home.entry] or home.entry in group.late):
-        return None
-    if group.reduced and not group.plan.owns_everything:
+    group = group_with_gradient(home)
+    if group is None or (group.reduced and not group.plan.owns_everything):
         return None
     cut = engine.topology.context > 1 and not group.reduced  # other ranks have gradients from other rows
     if home.entry in group.late or group.plan.replication.sums or engine.accumulation.is_weighted or cut:

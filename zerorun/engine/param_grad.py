@@ -70,10 +70,16 @@ def is_lenient(engine: Engine) -> bool:
 
 def is_kept(engine: Engine, home: ParameterHome) -> bool:
     """Whether the step that comes next has a gradient of a parameter which has none of autograd's."""
-    group, counts = home.flat_group, engine.accumulation
-    if counts.backwards == counts.steps_seen or not isinstance(group, TrainedGroup):
-        return False
-    return group.reduced or group.used[home.entry] or home.entry in group.late
+    counts = engine.accumulation
+    return counts.backwards != counts.steps_seen and group_with_gradient(home) is not None
+
+
+def group_with_gradient(home: ParameterHome) -> TrainedGroup | None:
+    """Return the flat group of a parameter if this rank has a gradient of it, or a part of the reduced one."""
+    group = home.flat_group
+    if not isinstance(group, TrainedGroup):
+        return None
+    return group if group.reduced or group.used[home.entry] or home.entry in group.late else None
 
 
 def _found(param: torch.Tensor) -> tuple[ParamGrad, Engine, ParameterHome] | None:
