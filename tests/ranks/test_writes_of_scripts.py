@@ -14,6 +14,7 @@ from covering import by_day
 from harness import run_ranks
 from test_bad_input import attempt
 from torch import nn
+from torch.nn.utils import prune
 from training import make_config, merged
 
 import zerorun
@@ -256,3 +257,48 @@ def test_in_the_mode_it_is_a_warning(tmp_path: Path) -> None:
     """There the step drops it as in DeepSpeed. Each rank tells of what it updates."""
     told = run_ranks(2, written_in_the_mode, "stage 0", tmp_path)
     assert all(len(each) == 1 and "'0.weight'" in each[0] for each in told)
+
+
+# -- masks ---------------------------------------------------------------------------------------------------------------
+
+
+def prune_two(model: nn.Module) -> None:
+    """Leave out a third of the first layer, and then a third of what both have."""
+    prune.l1_unstructured(model[0], "weight", 0.3)
+    prune.global_unstructured([(model[0], "weight"), (model[2], "weight")], pruning_method=prune.L1Unstructured, amount=0.3)
+
+
+def pruned(stage: int | None) -> tuple[list[str], Any]:
+    """What pruning outside of a block says at stage 3; the losses of training on, and the masks."""
+    model, said = layers(), []
+    if stage is None:
+        sgd = torch.optim.SGD(model.parameters(), **make_config(optimizer="SGD")["optimizer"]["params"])
+        prune_two(model)
+        losses = []
+        for step in range(STEPS):
+            sgd.zero_grad()
+            each = [model(batch(rank, step)).square().mean() for rank in range(2)]
+            (sum(each) / 2).backward()
+            sgd.step()
+            losses.append([loss.item() for loss in each])
+        return [], (losses, [mask.tolist() for mask in model.buffers()])
+    engine = engine_of(model, stage)
+    if stage == 3:
+        said = [" ".join(attempt(lambda: prune_two(model))), *(name for name, _ in model.named_parameters())]
+        with zerorun.zero.GatheredParameters(list(model.parameters())):
+            prune_two(model)
+    else:
+        prune_two(model)
+    losses = [train(engine, step) for step in range(STEPS)]
+    return said, (losses, [mask.tolist() for mask in model.buffers()])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_masks_are_made_from_values(stage: int) -> None:
+    _, (plain, masks) = pruned(None)
+    for rank, (said, (losses, found)) in enumerate(run_ranks(2, pruned, stage)):
+        assert found == masks
+        assert losses == pytest.approx([both[rank] for both in plain], rel=1e-6)
+        if stage == 3:
+            assert said[0].startswith("ReleasedParameterError parameter '0.weight' is pruned"), said
+            assert sorted(said[1:]) == ["0.bias", "0.weight", "2.bias", "2.weight"]

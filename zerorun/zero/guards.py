@@ -10,6 +10,7 @@ from weakref import WeakMethod, ref
 import torch
 from torch import nn
 from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
@@ -20,13 +21,14 @@ from ..errors import ModelError, ReleasedParameterError, StepError
 from ..log import listed, warn_once
 from ..plan.weights import repacking
 from .gathers import ExecutionTrace
-from .placeholders import ReadWatch, tensors_in
+from .placeholders import ReadWatch, storage_key, tensors_in
 from .unit import Unit
 
 # On a GPU, where reading placeholders waits for the device, only so many forwards look for writes to them.
 _LOOKED_AT = 10
 LOOKING_STEPS = 3  # which look for writes to whole parameters: that takes about as long as an update
 _writes = attrgetter("_version")
+_MASK = "_mask"  # what torch.nn.utils.prune adds to the name of a parameter, for its buffer
 _BY_COPY = (
     "do it before initialize(), or copy values with param.data.copy_(...) inside zerorun.zero.GatheredParameters(param, "
     "modifier_rank=0)"
@@ -103,6 +105,32 @@ class ScriptGuard:
         self._passes = 0
         self.is_lenient = False
         self._counted, self._looks = 0, 0  # writes that torch has counted, and looks for edits, that found nothing
+
+    def watched(self) -> Iterator[RemovableHandle]:
+        """Hooks, to be removed in the end; they do not keep the module alive."""
+        yield from self.added.watched()
+        refuse = WeakMethod(self._refuse_mask)
+
+        def registered(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+            if name.endswith(_MASK) and (known := refuse()) is not None:
+                known(module, name.removesuffix(_MASK))
+
+        yield register_module_buffer_registration_hook(registered)
+
+    def _refuse_mask(self, module: nn.Module, name: str) -> None:
+        """Raise ReleasedParameterError for a mask of torch.nn.utils.prune that was made from a placeholder's NaN.
+
+        A given mask needs no values, but ``prune.global_unstructured`` gives those that it has made from them.
+        """
+        pruned = module._parameters.get(f"{name}_orig")
+        for group in (group for unit in self._units for group in unit.flat_groups):
+            if pruned is not None and storage_key(pruned) == storage_key(group.marks):
+                found = next(known for known, param in zip(group.names, group.params, strict=True) if param is pruned)
+                raise ReleasedParameterError(
+                    f"parameter {found!r} is pruned where only a placeholder (NaN) of it is on this rank, so its mask "
+                    "would hide any elements. It is as before. Remedy: prune in a block of "
+                    "zerorun.zero.GatheredParameters(params), with all parameters that are pruned together."
+                )
 
     def own_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the state dict of ``module`` with the parameters and buffers themselves, as they are, by their own names.

@@ -293,7 +293,7 @@ class Runtime:
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def _install_hooks(self) -> Iterator[Removable]:
-        yield from self.guard.added.watched()
+        yield from self.guard.watched()
         for unit in self.units:
             for module in unit.modules:
                 enter, leave = _ForwardHook(self._pre_forward, unit), _ForwardHook(self._post_forward, unit)
