@@ -5165,6 +5165,22 @@ MUTANTS = (
         ("tests/ranks/test_writes_of_scripts.py", "-k", "master_does_not_know"),
     ),
     Mutant(
+        "a-write-on-the-device-and-its-master-on-the-host",
+        "swallowed",
+        "zerorun/zero/flat_group.py",
+        "        return self._has_copy and self.plan.resident and not self.plan.coded and self.rest is None",
+        "        return self.weight_is_beside_master and self.plan.resident and not self.plan.coded and self.rest is None",
+        ("tests/ranks/test_writes_of_scripts.py", "-k", "master_does_not_know"),
+    ),
+    Mutant(
+        "masks-of-placeholders",
+        "swallowed",
+        "zerorun/zero/guards.py",
+        "            if pruned is not None and storage_key(pruned) == storage_key(group.marks):",
+        "            if False:",
+        ("tests/ranks/test_writes_of_scripts.py", "-k", "masks"),
+    ),
+    Mutant(
         "a-frozen-weight-keeps-its-old-values",
         "stale",
         "zerorun/zero/flat_group.py",

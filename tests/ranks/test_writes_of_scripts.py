@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
+from simulation import simulated_device
 from test_bad_input import attempt
 from torch import nn
 from torch.nn.utils import prune
@@ -160,12 +162,18 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 1": (1, {"precision": "bf16"}),
     "stage 2, fp16": (2, {"precision": "fp16"}),
     "stage 1, offload": (1, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+    "stage 2, offload from a device": (
+        2,
+        {"precision": "bf16", "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+    ),
+    "stage 1, fp32, offload from a device": (1, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
 }
 
 
 def placed(place: str, **more: Any) -> zerorun.Engine:
     stage, changes = PLACES[place]
-    return engine_of(layers(), stage, **merged(changes, more))
+    with simulated_device() if place.endswith("from a device") else nullcontext():
+        return engine_of(layers(), stage, **merged(changes, more))
 
 
 def written(place: str, after: int, write: Callable[[torch.Tensor], None], folder: Path) -> list[Any]:

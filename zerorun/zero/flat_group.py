@@ -254,7 +254,16 @@ class TrainedGroup(FlatGroup):
     @cached_property  # because every step asks
     def weight_is_beside_master(self) -> bool:
         """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
-        return self._together and not self.plan.master_is_weight and self.weight.dtype in ROUNDED
+        return self._together and self._has_copy
+
+    @property
+    def _has_copy(self) -> bool:
+        return not self.plan.master_is_weight and self.weight.dtype in ROUNDED
+
+    @cached_property
+    def shows_copy(self) -> bool:
+        """True if the parameters are always whole, and in another tensor than the master, which ``edited`` compares."""
+        return self._has_copy and self.plan.resident and not self.plan.coded and self.rest is None
 
     @property
     def exact(self) -> torch.Tensor:
@@ -269,10 +278,9 @@ class TrainedGroup(FlatGroup):
     def edited(self) -> list[int]:
         """The entries whose weights are not the masters, rounded: a script has written to the parameters in place.
 
-        Only of this rank's part, and only where master and weight are on one device and the parameters are always whole.
-        Elsewhere it is empty. Waits for the device.
+        Only of this rank's part, and only with ``shows_copy``; elsewhere it is empty. Waits for the device.
         """
-        if not (self.plan.resident and self.weight_is_beside_master) or self.plan.coded or self.rest is not None:
+        if not self.shows_copy:
             return []
         weight = self.full[slice(*self.plan.owned)]
         if all(map(_is_rounded, weight.split(_COMPARED), self.master.split(_COMPARED))):
@@ -479,6 +487,7 @@ def _take_changed(flat_group: TrainedGroup, place: slice, new: torch.Tensor, bef
 
 def _is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:
     """True if ``weight`` [n] is ``master`` [n] in its dtype. NaN equals NaN."""
+    weight = weight.to(master.device)
     found = master.to(weight.dtype)
     return torch.equal(weight, found) or bool(((weight == found) | (weight.isnan() & found.isnan())).all())
 

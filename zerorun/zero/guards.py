@@ -172,16 +172,16 @@ class ScriptGuard:
         ``surely`` in any case. ``FlatGroup.edited`` says where it cannot look.
         """
         near = [unit for unit in self._units if not unit.placement.states_on_disk]
-        beside = [group for unit in near for group in unit.trainable if group.weight_is_beside_master]
-        counted = sum([sum(map(_writes, group.params)) for group in beside])
+        copies = [group for unit in near for group in unit.trainable if group.shows_copy]
+        counted = sum([sum(map(_writes, group.params)) for group in copies])
         if not surely and self._looks >= LOOKING_STEPS and counted == self._counted:
             return
-        edited = [(group, entry) for group in beside for entry in group.edited()]
+        edited = [(group, entry) for group in copies for entry in group.edited()]
         names = [repr(group.names[entry]) for group, entry in edited if id(group.params[entry]) not in self.held]
         if names:
             problem = (
                 f"{len(names)} parameters were written to in place since the last step: {listed(sorted(names), 3)}. They "
-                "are rounded copies of masters, which do not know of it: the next step brings the old values back, and a "
+                "are copies of masters, which do not know of it: the next step brings the old values back, and a "
                 "save has both. Remedy: write in a block of zerorun.zero.GatheredParameters(params, modifier_rank=0), or "
                 "load values by load_state_dict(). For a layer that does it in its forward, as nn.Embedding with max_norm, "
                 "train in fp32 without offload."
