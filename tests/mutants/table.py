@@ -879,9 +879,9 @@ MUTANTS = (
     Mutant(
         "disks-count-as-device",
         "bytes",
-        "zerorun/planner/footprint.py",
-        "        elsewhere = self.host + self.disk",
-        "        elsewhere = self.host",
+        "zerorun/planner/states_at_rest.py",
+        "        return cls(kinds, made, host, disk, sum(kinds.values()) - host - disk + made)",
+        "        return cls(kinds, made, host, disk, sum(kinds.values()) - host + made)",
         ("tests/unit/test_plan_search.py::test_parameters_and_disks_are_looked_at_when_nothing_faster_fits",),
     ),
     Mutant(

@@ -8,7 +8,7 @@ for each inner element and matrix. Fused kernels keep what their products need.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 from math import prod
@@ -17,7 +17,7 @@ from ..pipeline.partition import LayerFacts, bounds_of
 from ..pipeline.schedule.schedules import INTERLEAVED, ZERO_BUBBLE
 from .candidate import KernelGeneration, RunCandidate
 from .model_shape import ModelShape
-from .states_at_rest import Placed, at_rest
+from .states_at_rest import AtRest, Placed, at_rest
 
 # Bytes of activations per token, for each element: of the width (in rows, and in heads), of the keys, of inner layers.
 _EAGER, _FUSED = (16, 4, 4, 4), (8, 4, 4, 2)
@@ -31,30 +31,41 @@ _SPARE = 1.05
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank. ``kinds``: as ``engine.memory_report()`` names them; ``made``: gradients on their way."""
+    """Bytes of one rank. ``rest``: of what lies still."""
 
-    kinds: dict[str, int] = field(default_factory=dict)
-    made: int = 0
-    activations: int = 0
+    rest: AtRest
+    activations: int
+
+    @property
+    def kinds(self) -> dict[str, int]:
+        return self.rest.kinds
+
+    @property
+    def made(self) -> int:
+        return self.rest.made
 
     @property
     def host(self) -> int:
-        return sum(size for kind, size in self.kinds.items() if kind.startswith("host"))
+        return self.rest.host
 
     @property
     def disk(self) -> int:
-        return sum(size for kind, size in self.kinds.items() if kind.startswith("disk"))
+        return self.rest.disk
 
     @property
     def device(self) -> int:
         """The device's peak in a step, without what CUDA and NCCL take."""
-        elsewhere = self.host + self.disk
-        return sum(self.kinds.values()) - elsewhere + self.made + self.activations
+        return self.rest.device + self.activations
 
     @property
     def needed(self) -> float:
-        """The bytes that a GPU should have: with CUDA, NCCL and 5 % to spare."""
-        return self.device * _SPARE + CONTEXT
+        """The bytes that a GPU should have."""
+        return needed(self.device)
+
+
+def needed(device: int) -> float:
+    """Return the bytes that a GPU should have for ``device`` bytes: with CUDA, NCCL and 5 % to spare."""
+    return device * _SPARE + CONTEXT
 
 
 def footprint(shape: ModelShape, candidate: RunCandidate) -> Footprint:
@@ -69,15 +80,31 @@ def heaviest(found: Mapping[int, Footprint]) -> tuple[int, Footprint]:
 
 def footprints(shape: ModelShape, candidate: RunCandidate) -> dict[int, Footprint]:
     """Return those of the stages that may take the most, by their numbers."""
-    return {rank: _of_stage(shape, candidate, rank) for rank in _different(shape, candidate)}
+    kept = peaks(shape, candidate)
+    return {rank: Footprint(rest, kept[rank]) for rank, rest in states(shape, candidate).items()}
 
 
-def _different(shape: ModelShape, candidate: RunCandidate) -> list[int]:
+def states(shape: ModelShape, candidate: RunCandidate) -> dict[int, AtRest]:
+    """Return what lies still on the stages of ``footprints``, by their numbers."""
+    placed, blocks = Placed.of(candidate), blocks_of_stages(shape, candidate.pipe, candidate.chunks)
+    stages = _different(shape, candidate.pipe, candidate.chunks)
+    return {rank: at_rest(shape, placed, rank, blocks[rank]) for rank in stages}
+
+
+def peaks(shape: ModelShape, candidate: RunCandidate) -> dict[int, int]:
+    """Return the bytes of activations on the stages of ``footprints``, by their numbers. Where states are changes none."""
+    blocks = blocks_of_stages(shape, candidate.pipe, candidate.chunks)
+    stages = _different(shape, candidate.pipe, candidate.chunks)
+    return {rank: _peak(candidate, activations(shape, candidate, rank), rank, sum(blocks[rank])) for rank in stages}
+
+
+@cache
+def _different(shape: ModelShape, pipe: int, chunks: int) -> list[int]:
     """Return the stages that may take the most: the first and the last, and of those between the first of each size."""
-    cut = blocks_of_stages(shape, candidate.pipe, candidate.chunks)
+    cut = blocks_of_stages(shape, pipe, chunks)
     found: dict[tuple[tuple[int, ...], int], int] = {}
-    for rank in range(candidate.pipe):
-        kind = (cut[rank], rank if rank in (0, candidate.pipe - 1) else -1)
+    for rank in range(pipe):
+        kind = (cut[rank], rank if rank in (0, pipe - 1) else -1)
         found.setdefault(kind, rank)
     return sorted(found.values())
 
@@ -103,12 +130,6 @@ def blocks_of_stages(shape: ModelShape, pipe: int, chunks: int = 1) -> tuple[tup
 def layers_of_stages(shape: ModelShape, pipe: int, chunks: int = 1) -> tuple[int, ...]:
     """Return the number of blocks on each stage."""
     return tuple(map(sum, blocks_of_stages(shape, pipe, chunks)))
-
-
-def _of_stage(shape: ModelShape, candidate: RunCandidate, rank: int) -> Footprint:
-    blocks = blocks_of_stages(shape, candidate.pipe, candidate.chunks)[rank]
-    kinds, made = at_rest(shape, Placed.of(candidate), rank, blocks)
-    return Footprint(kinds, made, _peak(candidate, activations(shape, candidate, rank), rank, sum(blocks)))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ placement is looked at for as long as less is computed again than with those tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..config.degrees import degrees_for_experts, divisors
@@ -17,7 +17,7 @@ from ..errors import ConfigError, ConfigProblem, DoesNotFitError
 from ..pipeline.schedule.schedules import ZERO_BUBBLE
 from .calibration import Calibration, calibration_of
 from .candidate import GATHERS, PRECISIONS, REDUCTIONS, KernelGeneration, RunCandidate
-from .footprint import Footprint, footprint, layers_of_stages
+from .footprint import Footprint, heaviest, layers_of_stages, needed, peaks, states
 from .hardware import Cluster
 from .model_shape import ModelShape
 from .number_checks import not_finite, not_whole
@@ -121,23 +121,32 @@ def fitting(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[tuple[R
     for candidate in degrees(shape, cluster, goal):
         if candidate.sequence_parallel and not has_blocks_everywhere(shape, candidate):
             continue
-        yield from _placed(shape, cluster, [*_placements(candidate, cluster, goal)])
+        yield from _placed(shape, cluster, candidate, _placements(candidate, cluster, goal))
 
 
 def _placed(
-    shape: ModelShape, cluster: Cluster, placements: list[RunCandidate]
+    shape: ModelShape, cluster: Cluster, candidate: RunCandidate, placements: Iterable[RunCandidate]
 ) -> Iterator[tuple[RunCandidate, Footprint]]:
-    """Yield those of ``placements`` that fit and are not dominated, each with the least that it computes again."""
+    """Yield those of the ``placements`` of ``candidate`` that fit and are not dominated.
+
+    Each is with the least that it computes again.
+    """
     found: list[tuple[RunCandidate, int]] = []
+    order = _COMPILED_ORDER if candidate.kernels is KernelGeneration.FUSED else _ORDER
+    kept: dict[str, dict[int, int]] = {}  # peaks of activations, which are the same for all placements
     for placed in placements:
-        order = _COMPILED_ORDER if placed.kernels is KernelGeneration.FUSED else _ORDER
+        rest = states(shape, placed)
+        if needed(max(lying.device for lying in rest.values())) > cluster.gpu.memory:
+            continue  # whatever is computed again
         dominated = min((again for other, again in found if _never_slower(other, placed)), default=len(order))
         for again, checkpointing in enumerate(order[:dominated]):
-            candidate = replace(placed, checkpointing=checkpointing)
-            memory = footprint(shape, candidate)
+            if checkpointing not in kept:
+                kept[checkpointing] = peaks(shape, replace(candidate, checkpointing=checkpointing))
+            peak = kept[checkpointing]
+            memory = heaviest({rank: Footprint(lying, peak[rank]) for rank, lying in rest.items()})[1]
             if fits(memory, cluster):
                 found.append((placed, again))
-                yield candidate, memory
+                yield replace(placed, checkpointing=checkpointing), memory
                 break
 
 

@@ -77,6 +77,26 @@ class Placed(NamedTuple):
         return self.shard // self.second if 1 < self.second < self.shard else 0
 
 
+@dataclass(frozen=True)
+class AtRest:
+    """Bytes on one stage. ``kinds``: as ``engine.memory_report()`` names them; ``made``: gradients on their way.
+
+    ``host``, ``disk``, ``device``: of all kinds there; ``device`` with those gradients.
+    """
+
+    kinds: dict[str, int]
+    made: int
+    host: int
+    disk: int
+    device: int
+
+    @classmethod
+    def of(cls, kinds: dict[str, int], made: int) -> AtRest:
+        """Add up ``kinds``."""
+        host, disk = (sum(n for kind, n in kinds.items() if kind.startswith(where)) for where in ("host", "disk"))
+        return cls(kinds, made, host, disk, sum(kinds.values()) - host - disk + made)
+
+
 class _Unit(NamedTuple):
     """The flat groups of ``times`` equal units. ``shares``: they share slots. ``spread``: the groups of spread experts."""
 
@@ -92,11 +112,8 @@ class _Unit(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def at_rest(shape: ModelShape, placed: Placed, rank: int, blocks: tuple[int, ...]) -> tuple[dict[str, int], int]:
-    """Return the bytes by kind on the stage ``rank``, and those of gradients that autograd has made.
-
-    ``blocks``: how many of each kind it has. Kinds are named as ``engine.memory_report()`` does.
-    """
+def at_rest(shape: ModelShape, placed: Placed, rank: int, blocks: tuple[int, ...]) -> AtRest:
+    """Return the bytes on the stage ``rank``. ``blocks``: how many of each kind it has."""
     units = [*_ends(shape, placed, rank)]
     for kind, count in zip(shape.kinds, blocks, strict=True):
         if count:
@@ -105,7 +122,7 @@ def at_rest(shape: ModelShape, placed: Placed, rank: int, blocks: tuple[int, ...
             units.append(_Unit(tuple(layout for layout, _ in groups), count, shares=True, spread=spread))
     corrected = sum(count * kind.experts for kind, count in zip(shape.kinds, blocks, strict=True) if kind.corrected)
     kinds, made = _held(placed, units)
-    return {**kinds, "buffers": shape.rotary + corrected * _NUMBER}, made
+    return AtRest.of({**kinds, "buffers": shape.rotary + corrected * _NUMBER}, made)
 
 
 def _ends(shape: ModelShape, placed: Placed, rank: int) -> Iterator[_Unit]:
