@@ -5168,8 +5168,8 @@ MUTANTS = (
         "a-write-on-the-device-and-its-master-on-the-host",
         "swallowed",
         "zerorun/zero/flat_group.py",
-        "        return self._has_copy and self.plan.resident and not self.plan.coded and self.rest is None",
-        "        return self.weight_is_beside_master and self.plan.resident and not self.plan.coded and self.rest is None",
+        "    is_copy = not group.plan.master_is_weight and group.weight.dtype in ROUNDED",
+        "    is_copy = group.weight_is_beside_master",
         ("tests/ranks/test_writes_of_scripts.py", "-k", "master_does_not_know"),
     ),
     Mutant(

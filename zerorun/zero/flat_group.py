@@ -254,16 +254,7 @@ class TrainedGroup(FlatGroup):
     @cached_property  # because every step asks
     def weight_is_beside_master(self) -> bool:
         """True if the weight is another tensor than the master, on the same device, in a dtype that updates can write."""
-        return self._together and self._has_copy
-
-    @property
-    def _has_copy(self) -> bool:
-        return not self.plan.master_is_weight and self.weight.dtype in ROUNDED
-
-    @cached_property
-    def shows_copy(self) -> bool:
-        """True if the parameters are always whole, and in another tensor than the master, which ``edited`` compares."""
-        return self._has_copy and self.plan.resident and not self.plan.coded and self.rest is None
+        return self._together and not self.plan.master_is_weight and self.weight.dtype in ROUNDED
 
     @property
     def exact(self) -> torch.Tensor:
@@ -274,19 +265,6 @@ class TrainedGroup(FlatGroup):
     def has_more_than_weights(self) -> bool:
         """True if masters have digits that the weights lack, so that weights alone do not tell what they are."""
         return not self.plan.master_is_weight or self.rest is not None
-
-    def edited(self) -> list[int]:
-        """The entries whose weights are not the masters, rounded: a script has written to the parameters in place.
-
-        Only of this rank's part, and only with ``shows_copy``; elsewhere it is empty. Waits for the device.
-        """
-        if not self.shows_copy:
-            return []
-        weight = self.full[slice(*self.plan.owned)]
-        if all(map(_is_rounded, weight.split(_COMPARED), self.master.split(_COMPARED))):
-            return []
-        runs = ((run.entry, slice(run.offset, run.offset + run.numel)) for run in self.plan.owned_runs())
-        return [entry for entry, run in runs if not _is_rounded(weight[run], self.master[run])]
 
     def keep_exact(self, values: torch.Tensor, low: int = 0) -> None:
         """Let the master have ``values`` [n], from element ``low`` on."""
@@ -483,6 +461,24 @@ def _take_changed(flat_group: TrainedGroup, place: slice, new: torch.Tensor, bef
     for kept, fresh in zip((master, rest), flat_group.plan.master_format.parts(new), strict=True):
         if kept is not None and fresh is not None:
             kept[place] = torch.where(changed, fresh, kept[place])
+
+
+def shows_copy(group: TrainedGroup) -> bool:
+    """True if the parameters are always whole, and copies of the master, so that a write to one does not reach it."""
+    is_copy = not group.plan.master_is_weight and group.weight.dtype in ROUNDED
+    return is_copy and group.plan.resident and not group.plan.coded and group.rest is None
+
+
+def edited(group: TrainedGroup) -> list[int]:
+    """The entries of a group with ``shows_copy`` whose weights are not the masters, rounded: a script has written to them.
+
+    Only of this rank's part. Waits for the device.
+    """
+    weight = group.full[slice(*group.plan.owned)]
+    if all(map(_is_rounded, weight.split(_COMPARED), group.master.split(_COMPARED))):
+        return []
+    runs = ((run.entry, slice(run.offset, run.offset + run.numel)) for run in group.plan.owned_runs())
+    return [entry for entry, run in runs if not _is_rounded(weight[run], group.master[run])]
 
 
 def _is_rounded(weight: torch.Tensor, master: torch.Tensor) -> bool:

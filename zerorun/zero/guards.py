@@ -20,6 +20,7 @@ from ..distributed.device import on_host
 from ..errors import ModelError, ReleasedParameterError, StepError
 from ..log import listed, warn_once
 from ..plan.weights import repacking
+from .flat_group import edited, shows_copy
 from .gathers import ExecutionTrace
 from .placeholders import ReadWatch, storage_key, tensors_in
 from .unit import Unit
@@ -102,6 +103,8 @@ class ScriptGuard:
         self.state_dict_allowed = self.placeholders_shown = False
         self.added = AddedParameters(module)
         self._units, self._on_cpu = units, on_host(device)
+        near = [unit for unit in units if not unit.placement.states_on_disk]
+        self._copies = [group for unit in near for group in unit.trainable if shows_copy(group)]
         self._passes = 0
         self.is_lenient = False
         self._counted, self._looks = 0, 0  # writes that torch has counted, and looks for edits, that found nothing
@@ -169,15 +172,13 @@ class ScriptGuard:
         """Raise ReleasedParameterError if a script has written in place to parameters that have masters beside them.
 
         It looks in the first steps, and later after writes that torch counts, of which ``param.data.mul_()`` is none; with
-        ``surely`` in any case. ``FlatGroup.edited`` says where it cannot look.
+        ``surely`` in any case. It does not look at masters on disks.
         """
-        near = [unit for unit in self._units if not unit.placement.states_on_disk]
-        copies = [group for unit in near for group in unit.trainable if group.shows_copy]
-        counted = sum([sum(map(_writes, group.params)) for group in copies])
+        counted = sum([sum(map(_writes, group.params)) for group in self._copies])
         if not surely and self._looks >= LOOKING_STEPS and counted == self._counted:
             return
-        edited = [(group, entry) for group in copies for entry in group.edited()]
-        names = [repr(group.names[entry]) for group, entry in edited if id(group.params[entry]) not in self.held]
+        found = [(group, entry) for group in self._copies for entry in edited(group)]
+        names = [repr(group.names[entry]) for group, entry in found if id(group.params[entry]) not in self.held]
         if names:
             problem = (
                 f"{len(names)} parameters were written to in place since the last step: {listed(sorted(names), 3)}. They "
