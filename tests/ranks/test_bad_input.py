@@ -18,7 +18,15 @@ from training import make_config, shared_topology
 import zerorun
 from zerorun import log
 from zerorun.deepspeed.entry import initialize as initialize_as_deepspeed
-from zerorun.errors import ConfigError, ModelError, NonFiniteError, ReleasedParameterError, StepError, ZerorunError
+from zerorun.errors import (
+    ConfigError,
+    ModelError,
+    NonFiniteError,
+    ReleasedParameterError,
+    StepError,
+    TopologyError,
+    ZerorunError,
+)
 
 
 def attempt(action: Callable[[], Any]) -> tuple[str, str]:
@@ -150,6 +158,11 @@ def different_models() -> tuple[str, str]:
     if dist.get_rank() == 1:
         model.extra = nn.Linear(3, 3)
     return attempt(lambda: make(model=model))
+
+
+def different_topologies() -> tuple[str, str]:
+    topology = zerorun.Topology.plan(2, dist.get_rank(), shard_degree=1 + dist.get_rank())
+    return attempt(lambda: zerorun.initialize(Gpt(), make_config(1), topology=topology))
 
 
 def folder_of_another_engine() -> tuple[str, str]:
@@ -536,6 +549,7 @@ CASES: dict[Callable[[], tuple[str, str]], tuple[type[ZerorunError], list[str]]]
     unknown_key_on_one_rank: (ConfigError, ["zero_optimization.stagee", "stage"]),
     different_configs: (ConfigError, ["rank 1 has another configuration", "gradient_clipping"]),
     different_models: (ModelError, ["rank 1 has another model", "extra.weight"]),
+    different_topologies: (TopologyError, ["another topology on rank 1", "shard=2", "Remedy"]),
     folder_of_another_engine: (ConfigError, ["checkpoint.dir", "another engine", "Remedy", "destroy()"]),
     scripted_module: (ModelError, ["its module '0' is a RecursiveScriptModule of torch.jit", "Remedy"]),
     parameters_without_shapes: (

@@ -23,7 +23,7 @@ from ..checkpoint.automatic import refuse_shared_directory
 from ..checkpoint.save import refuse_unsavable_states, warn_of_unsavable_buffers
 from ..config.parse import Config
 from ..data import EpochLoader
-from ..distributed.agreement import Told, agree
+from ..distributed.agreement import agree, agree_and_tell
 from ..distributed.device import default_device, on_host
 from ..distributed.topology import Topology, limit_time
 from ..distributed.transport.coded_sum import Feedback, GradientCodes
@@ -33,10 +33,10 @@ from ..distributed.transport.world import gather_values
 from ..distributed.waits import waiting
 from ..errors import ConfigError, MessageError, OrderError, SwapError, ZerorunError
 from ..log import info_once, setup_logging
-from ..memory.fitting import Fitting
+from ..memory.fitting import Demand, Fitting
 from ..monitors.breakdown import TimedModel
 from ..monitors.monitor import refuse_missing_libraries
-from ..monitors.observer import RunObserver
+from ..monitors.observer import RunObserver, observes
 from ..ops.single_pass import SinglePassOptimizer
 from ..optim.loss_scaler import LossScaler
 from ..optim.lr_schedules import build_schedule
@@ -70,7 +70,7 @@ from ..startup.job_topology import topology_of_job
 from ..startup.optimizer_on_pieces import shard_optimizer
 from ..startup.parallelize import cut, divide, divide_sequences, plan_experts, plan_layers, plan_sequences
 from ..startup.parallelized_model import ParallelizedModel
-from ..startup.same_model import compare_extras, compare_ranks
+from ..startup.same_model import Extras, Fingerprint, compare_extras, compare_ranks, extras
 from ..startup.shared_memory import refuse_shared_memory
 from ..watch.board import Phase, board, during, limit_waits
 from ..zero.builder import build, map_shards
@@ -96,6 +96,7 @@ from .taking_over import taking_over
 _OF_ONE_RANK = (OrderError, MessageError, SwapError)
 
 T = TypeVar("T")
+V = TypeVar("V")
 P = ParamSpec("P")
 
 
@@ -198,10 +199,17 @@ class _Prepared:
 
 def _agree(check: Callable[[], T]) -> T:
     """Run ``check`` on every rank. If it fails on any rank, raise the same error on all, so that no rank waits."""
-    return agree(check, _gathered if dist.get_world_size() > 1 else lambda told: [told])
+    return agree(check, _gathered)
 
 
-def _gathered(told: Told) -> list[Told]:
+def _agree_and_tell(check: Callable[[], tuple[T, V]]) -> tuple[T, list[V]]:
+    """``_agree``, and what ``check`` tells on each rank."""
+    return agree_and_tell(check, _gathered)
+
+
+def _gathered(told: Any) -> list[Any]:
+    if dist.get_world_size() == 1:
+        return [told]
     with waiting("initialize(): whether all ranks agree"):
         return gather_values(told)
 
@@ -219,18 +227,19 @@ def _read(
 ) -> tuple[Config, RawOptimizer, Any]:
     """Return (configuration, what is asked of the optimizer, layers that multiply in fp8), on which all ranks agree."""
 
-    def read() -> tuple[Config, RawOptimizer]:
+    def read() -> tuple[tuple[Config, RawOptimizer], Fingerprint]:
         if isinstance(model, nn.Module):
             refuse_managed(model)
             refuse_shared_parameters(model)
             refuse_open_blocks(model)
         given = (script.optimizer, script.model_parameters, dist.get_world_size(), script.topology)
-        return take_in(model, config, args, *given, script.lr_scheduler is not None)
+        taken, raw = take_in(model, config, args, *given, script.lr_scheduler is not None)
+        return (taken, raw), Fingerprint.of(model, taken, script.topology, raw)
 
-    wanted, raw = taking_over(model, lambda: _agree(read))
-    compare_ranks(model, wanted, script.topology, raw)
+    (wanted, raw), found = taking_over(model, lambda: _agree_and_tell(read))
+    compare_ranks(found, model, wanted, raw)
 
-    def refuse() -> Any:
+    def refuse() -> tuple[Any, Extras]:
         limit_waits(wanted.hang_timeout_s)
         refuse_overwritten(model)
         refuse_elsewhere(model, device)
@@ -242,10 +251,11 @@ def _read(
         refuse_shared_directory(wanted.checkpoint.dir)
         refuse_missing_libraries(wanted, writes=dist.get_rank() == 0)
         in_fp8 = float8_layers(model, wanted.fp8)
-        return in_fp8, described(model, wanted.fp8, in_fp8, device.type)
+        note = described(model, wanted.fp8, in_fp8, device.type)
+        return (in_fp8, note), extras(script.lr_scheduler, script.training_data)
 
-    in_fp8, note = _agree(refuse)
-    compare_extras(script.lr_scheduler, script.training_data)
+    (in_fp8, note), every = _agree_and_tell(refuse)
+    compare_extras(every)
     return wanted.noting(note, *loader_notes(wanted, script.training_data)), raw, in_fp8
 
 
@@ -259,8 +269,10 @@ def _prepared(
     def look() -> Any:
         return plan_layers(model, wanted, planned, plan_experts(model, planned)), plan_sequences(model, wanted, planned)
 
-    layers, way = _agree(look)
-    model = _agree(lambda: cut(model, wanted, planned))
+    layers, way = None, None
+    if planned.pipe * planned.tensor * planned.expert * planned.context > 1 or isinstance(model, Pipelined):
+        layers, way = _agree(look)
+        model = _agree(lambda: cut(model, wanted, planned))
     raw = without_elsewhere(raw, model)
     if wanted.communication_timeout_s is not None:
         limit_time(planned, timedelta(seconds=wanted.communication_timeout_s))
@@ -268,21 +280,23 @@ def _prepared(
     board.write(STAGE=topology.pipe_rank)
     parallelized = ParallelizedModel()
     try:
-        multiplying = _agree(lambda: Float8Layers(in_fp8, wanted.fp8, device.type))
+        swap = partial(Float8Layers, in_fp8, wanted.fp8, device.type)
+        multiplying = _agree(swap) if wanted.fp8.enabled else swap()
         parallelized = parallelized.undone_with(multiplying.remove)
         parallelized = divide(model, layers, wanted, topology, device).undone_with(multiplying.remove)
         parallelized = divide_sequences(model, way, wanted, topology, device, parallelized)
-        _agree(multiplying.refuse_odd_parts)
+        if wanted.fp8.enabled:
+            _agree(multiplying.refuse_odd_parts)
         multiplying.count_tokens(model)
         secondary = secondary_partition(wanted, topology)
         comm = Communicator(topology, device, wire_dtype(wanted), parallelized.model_axes, secondary)
         mark_chosen(model, wanted.zero_optimization.leaf_module)
         make = partial(make_plan, model, wanted, raw, topology, comm.transport, device.type)
         make = partial(make, replication_of=parallelized.replication_of)
-        plan = _agree(make)
-        _check_memory(Fitting(model, wanted, raw, plan, device, replication_of=parallelized.replication_of), comm)
+        fitting_of = partial(Fitting, model, wanted, raw, device=device, replication_of=parallelized.replication_of)
+        plan = _fitting_plan(make, fitting_of)
         disk = open_disk(plan.disk, wanted, _agree)
-        observer = _agree(lambda: RunObserver.make(wanted, topology, device))
+        observer = _agree(lambda: RunObserver.make(wanted, topology, device)) if observes(wanted) else None
     except ZerorunError as error:
         parallelized.undo()
         if owns_topology:
@@ -424,12 +438,19 @@ def _feedback(config: Config, accumulation: Accumulation, scaler: LossScaler) ->
     return Feedback(settings.err_beta, lambda: (accumulation.micro_steps // reset, scaler.scale))
 
 
-def _check_memory(fitting: Fitting, comm: Communicator) -> None:
-    """Raise DoesNotFitError, on all ranks alike, if memory is certain to be too small."""
-    if os.environ.get("ZERORUN_MEMORY_CHECK", "1") == "0":
-        return
-    shared = comm.control.values(fitting.demand)
-    _agree(lambda: fitting.require(shared))
+def _fitting_plan(make: Callable[[], ShardingPlan], fitting_of: Callable[[ShardingPlan], Fitting]) -> ShardingPlan:
+    """Make the plan. Raises DoesNotFitError, on all ranks alike, if memory is certain to be too small for it."""
+
+    def look() -> tuple[tuple[ShardingPlan, Fitting | None], Demand | None]:
+        plan = make()
+        fitting = None if os.environ.get("ZERORUN_MEMORY_CHECK", "1") == "0" else fitting_of(plan)
+        return (plan, fitting), None if fitting is None else fitting.demand
+
+    (plan, fitting), demands = _agree_and_tell(look)
+    known = [demand for demand in demands if demand is not None]
+    if fitting is not None and len(known) == len(demands):
+        _agree(partial(fitting.require, known))
+    return plan
 
 
 def _move_buffers(

@@ -93,6 +93,12 @@ class Meter:
         return found
 
 
+def observes(config: Config) -> bool:
+    """True if rank 0 has something to tell of a run."""
+    wanted = config.observes_loss or config.wall_clock_breakdown or config.comms_logger.enabled
+    return wanted or config.flops_profiler.enabled
+
+
 class RunObserver:
     """What rank 0 tells of a run."""
 
@@ -116,9 +122,7 @@ class RunObserver:
     @classmethod
     def make(cls, config: Config, topology: Topology, device: torch.device) -> RunObserver | None:
         """The observer of this rank; None if it has nothing to tell. Raises ConfigError if a monitor cannot begin."""
-        wanted = config.observes_loss or config.wall_clock_breakdown or config.comms_logger.enabled
-        wanted = wanted or config.flops_profiler.enabled
-        return cls(config, topology, device) if topology.rank == 0 and wanted else None
+        return cls(config, topology, device) if topology.rank == 0 and observes(config) else None
 
     def count_steps_by(self, steps_so_far: Callable[[], int]) -> None:
         """Ask this how many steps of the run are over."""

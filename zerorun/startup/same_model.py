@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -13,8 +14,7 @@ from ..config.parse import Config
 from ..distributed.agreement import first_other
 from ..distributed.topology import Topology
 from ..distributed.transport.world import gather_values
-from ..distributed.waits import waiting
-from ..errors import ConfigError, ModelError
+from ..errors import ConfigError, ModelError, TopologyError
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.weights import sums_of_scales
@@ -22,42 +22,71 @@ from ..zero.init import partitioned_as
 from .inputs import samples_of
 from .parallelize import is_part
 
+_DEGREES = ("pipe", "replicate", "shard", "tensor", "context", "expert")
 
-def compare_ranks(model: nn.Module, config: Config, topology: Topology | None, raw: RawOptimizer) -> None:
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What a rank has built. ``first``: the first rank that should have the same model; ``bounds``: of pipeline stages.
+
+    ``degrees``: of the topology that the script gives, in words; "" without one.
+    """
+
+    config: str
+    model: str
+    first: int
+    bounds: tuple[int, ...]
+    degrees: str
+
+    @classmethod
+    def of(cls, model: nn.Module, config: Config, topology: Topology | None, raw: RawOptimizer) -> Fingerprint:
+        """Return that of this rank."""
+        first = 0
+        if is_part(model):
+            degrees = {"pipe": config.pipeline.stages, "tensor": config.tensor_parallel.size}
+            planned = topology or Topology.plan(dist.get_world_size(), dist.get_rank(), **degrees)
+            first = planned.ranks_along("data")[0]
+        bounds = model.partitions() if isinstance(model, Pipelined) else ()
+        digest = hashlib.sha256("\n".join(_described(model, raw)).encode()).hexdigest()
+        given = "" if topology is None else ", ".join(f"{name}={getattr(topology, name)}" for name in _DEGREES)
+        return cls(config.fingerprint(), digest, first, tuple(bounds), given)
+
+
+def compare_ranks(found: list[Fingerprint], model: nn.Module, config: Config, raw: RawOptimizer) -> None:
     """Raise, on all ranks alike, if a rank has another configuration than rank 0, or another model than it should.
 
-    A whole model must be the same on all ranks, and a part the same on all ranks that have this part. The parameter groups
-    must agree as well, and so must the order in which ``Init`` made the parameters, because values were sent in this order.
+    ``found``: what ranks have built. A whole model must be the same on all ranks, and a part the same on all ranks that
+    have this part. The parameter groups must agree as well, and so must the order in which ``Init`` made the parameters,
+    because values were sent in this order.
     """
-    if dist.get_world_size() == 1:
-        return
-    degrees = {"pipe": config.pipeline.stages, "tensor": config.tensor_parallel.size}
-    planned = topology or Topology.plan(dist.get_world_size(), dist.get_rank(), **degrees)
-    first = planned.ranks_along("data")[0] if is_part(model) else 0
-    described = [*_described(model, raw.group_of), *_settings(raw)]
-    described += sums_of_scales(model)  # scales are not overwritten, while packed weights become those of rank 0
-    bounds = list(model.partitions()) if isinstance(model, Pipelined) else []
-    mine = (config.fingerprint(), hashlib.sha256("\n".join(described).encode()).hexdigest(), first, bounds)
-    with waiting("initialize(): whether all ranks build the same model"):
-        found: list[Any] = gather_values(mine)
     for rank, theirs in enumerate(found):
-        if theirs[0] != found[0][0]:
+        if theirs.config != found[0].config:
             _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")
-        if theirs[3] != found[0][3]:
-            raise ModelError(_other_cut(rank, theirs[3], found[0][3]))
-        if theirs[1] != found[theirs[2]][1]:
-            _explain_difference(described, rank, theirs[2], "model")
+        if theirs.degrees and found[0].degrees and theirs.degrees != found[0].degrees:
+            raise TopologyError(
+                f"initialize() got another topology on rank {rank} than on rank 0: {theirs.degrees}, instead of "
+                f"{found[0].degrees}. Remedy: pass the same topology on all ranks."
+            )
+        if theirs.bounds != found[0].bounds:
+            raise ModelError(_other_cut(rank, list(theirs.bounds), list(found[0].bounds)))
+        if theirs.model != found[theirs.first].model:
+            _explain_difference([*_described(model, raw)], rank, theirs.first, "model")
 
 
-def compare_extras(lr_scheduler: Any, training_data: Any) -> None:
+Extras = tuple[bool, int | None]
+"""Whether a rank has a schedule, and the samples of its dataset; None if it has none, or does not know."""
+
+
+def extras(lr_scheduler: Any, training_data: Any) -> Extras:
+    """Return those of this rank."""
+    return lr_scheduler is not None, samples_of(training_data)
+
+
+def compare_extras(found: list[Extras]) -> None:
     """Raise ModelError, on all ranks alike, if only some have a schedule, or if their datasets have different lengths.
 
     A rank without data is left out: only the first and the last stage of a pipeline read any.
     """
-    if dist.get_world_size() == 1:
-        return
-    with waiting("initialize(): whether all ranks have the same schedule and data"):
-        found: list[tuple[bool, int | None]] = gather_values((lr_scheduler is not None, samples_of(training_data)))
     rank = first_other([has_schedule for has_schedule, _ in found])
     if rank is not None:
         has, lacks = (0, rank) if found[0][0] else (rank, 0)
@@ -87,7 +116,8 @@ def _other_cut(rank: int, theirs: list[int], ours: list[int]) -> str:
     )
 
 
-def _described(model: nn.Module, group_of: dict[int, int]) -> Iterator[str]:
+def _described(model: nn.Module, raw: RawOptimizer) -> Iterator[str]:
+    group_of = raw.group_of
     for name, param in model.named_parameters():
         group = f", group {group_of[id(param)]} of the optimizer" if id(param) in group_of else ""
         number = partitioned_as(param)
@@ -95,6 +125,8 @@ def _described(model: nn.Module, group_of: dict[int, int]) -> Iterator[str]:
         yield f"{name} {tuple(param.shape)} {param.dtype} {param.requires_grad}{group}{made}"
     for name, buffer in sorted(model.named_buffers(remove_duplicate=False)):
         yield f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+    yield from _settings(raw)
+    yield from sums_of_scales(model)  # scales are not overwritten, while packed weights become those of rank 0
 
 
 def _settings(raw: RawOptimizer) -> Iterator[str]:

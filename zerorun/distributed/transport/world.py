@@ -23,7 +23,7 @@ from ..wire import decode, encode
 T = TypeVar("T")
 _LENGTH = 8  # bytes of the length of a value
 _TRIPS = 16  # to another rank and back
-_HEAD = 256  # bytes of a message that has the length and the beginning of a value: most have no more
+_HEAD = 512  # bytes of a message that has the length and the beginning of a value: most have no more
 _MUCH = 65536  # bytes that are not worth a collective of their own
 
 
