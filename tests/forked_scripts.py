@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Client, Connection, Listener, Pipe
 from pathlib import Path
@@ -165,7 +166,7 @@ def serve(control: Connection) -> str:
         if isinstance(order, list):
             for name in order:
                 importlib.import_module(name)
-            gc.freeze()
+            keep_imported()
             continue
         if isinstance(order, int):
             control.send(os.waitstatus_to_exitcode(os.waitpid(order, 0)[1]))
@@ -190,6 +191,13 @@ def begin(text: str, environment: dict[str, str], arguments: list[str], umask: i
     return text
 
 
+def keep_imported() -> None:
+    """What is there goes with its process: nobody looks through it for garbage, nor takes torch's operators apart."""
+    gc.freeze()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False
+
+
 def end_with_parent() -> None:
     """SIGKILL to this process when the one that started it has ended."""
     parent = os.getppid()
@@ -208,7 +216,7 @@ def listen(socket: str) -> tuple[Any, Connection, Sequence[str]]:
             module = importlib.import_module(name)
             module.prepare(*arguments)
             gc.collect()
-            gc.freeze()
+            keep_imported()
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass

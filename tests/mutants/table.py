@@ -5096,8 +5096,8 @@ MUTANTS = (
         "an-error-of-one-rank-is-its-own",
         "swallowed",
         "zerorun/distributed/agreement.py",
-        "        if told is not None:",
-        "        if False and told is not None:",
+        "        if failed is not None:",
+        "        if False and failed is not None:",
         ("tests/ranks/test_whole_loads.py::test_what_one_stage_refuses_changes_none",),
     ),
     Mutant(

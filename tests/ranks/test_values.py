@@ -17,7 +17,7 @@ from zerorun.distributed.transport.communicator import Communicator
 from zerorun.distributed.transport.gloo import Gloo
 from zerorun.distributed.transport.process_group import init_distributed
 from zerorun.distributed.transport.statistics import CommunicationStatistics
-from zerorun.distributed.transport.world import gather_values
+from zerorun.distributed.transport.world import _HEAD, gather_values
 from zerorun.errors import CheckpointError, MessageError, PipelineError
 from zerorun.pipeline.p2p import ACTIVATIONS, PointToPoint
 
@@ -99,9 +99,9 @@ def test_all_ranks_are_told_who_could_not_tell_its_value() -> None:
 
 
 def tell_bytes(content: bytes, group: dist.ProcessGroup | None) -> None:
-    """What ``gather_values`` sends: the length, and the bytes; those that do not fit into a message of 256 in another."""
+    """What ``gather_values`` sends: the length, and the bytes; those that do not fit into the first message in another."""
     whole = len(content).to_bytes(8, "little") + content
-    for part in filter(None, (whole[:256].ljust(256), whole[256:])):
+    for part in filter(None, (whole[:_HEAD].ljust(_HEAD), whole[_HEAD:])):
         sent = torch.frombuffer(bytearray(part), dtype=torch.uint8)
         dist.all_gather([torch.empty_like(sent) for _ in range(dist.get_world_size(group))], sent, group=group)
 
