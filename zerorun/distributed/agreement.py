@@ -21,10 +21,7 @@ def agree(check: Callable[[], T], gather: Callable[[Any], list[Any]]) -> T:
 
 
 def agree_and_tell(check: Callable[[], tuple[T, V]], gather: Callable[[Any], list[Any]]) -> tuple[T, list[V]]:
-    """``agree`` for a check that returns (a result, what to tell): the result, and what all ranks tell, by rank.
-
-    It takes one collective, as ``agree`` does, of which thousands of ranks take a tenth of a second each.
-    """
+    """``agree`` for a check that returns (a result, what to tell): the result, and what all ranks tell, by rank."""
     checked: list[tuple[T, V]] = []
     problem: errors.ZerorunError | None = None
     try:
