@@ -121,8 +121,8 @@ class RunObserver:
 
     @classmethod
     def make(cls, config: Config, topology: Topology, device: torch.device) -> RunObserver | None:
-        """The observer of this rank; None if it has nothing to tell. Raises ConfigError if a monitor cannot begin."""
-        return cls(config, topology, device) if topology.rank == 0 and observes(config) else None
+        """That of rank 0, and None elsewhere, for what ``observes``. Raises ConfigError if a monitor cannot begin."""
+        return cls(config, topology, device) if topology.rank == 0 else None
 
     def count_steps_by(self, steps_so_far: Callable[[], int]) -> None:
         """Ask this how many steps of the run are over."""
