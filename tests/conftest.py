@@ -74,9 +74,11 @@ def _handlers_stay() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with ranks come last: their files are the shortest, so that all processes have something to do to the end."""
     from covering import mark_nightly
 
     mark_nightly(items)
+    items.sort(key=lambda item: item.nodeid.startswith("tests/ranks/"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -143,10 +145,13 @@ def _installed() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _threads() -> None:
-    """References sum in the same order, whatever the machine has and OMP_NUM_THREADS says: some are close to 1e-6."""
+    """References sum in the same order, whatever the machine has and OMP_NUM_THREADS says, which is that of the ranks.
+
+    Two threads wait for each other in a loop: where ranks compute beside them, a step of a small model took seconds.
+    """
     torch = sys.modules.get("torch")  # imported by every module that computes, when it is collected
     if torch is not None:
-        torch.set_num_threads(2)
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
