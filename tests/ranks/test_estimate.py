@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
 from reference import OPTIMIZERS
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from training import make_config, shared_topology
 
 import zerorun
+from zerorun.distributed.transport.communicator import Channels
 
 
 class Deep(nn.Module):
@@ -154,3 +156,29 @@ def test_estimate_is_what_is_held(
         slack = LINGERING * 4 * width * (width + 1) if ranks > 1 else 0
         assert 0.95 * predicted.both <= start_up <= 1.05 * predicted.both + slack
         assert peak == pytest.approx(max(start_up, step), rel=0.05)
+
+
+def put_together(stage: int) -> tuple[int, bool]:
+    """(in how many places the values of 7 units were put together, whether the weights are those of rank 0)."""
+    seen: list[torch.Tensor] = []  # kept: else their memory could be given to the next one
+    broadcast = Channels.broadcast
+
+    def noted(channels: Channels, tensor: torch.Tensor, label: str) -> None:
+        seen.append(tensor)
+        broadcast(channels, tensor, label)
+
+    torch.manual_seed(0)
+    wanted = make(16).state_dict()
+    torch.manual_seed(dist.get_rank())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Channels, "broadcast", noted)
+        engine = zerorun.initialize(make(16), make_config(stage))
+    weights = engine.state_dict()
+    engine.destroy()
+    return len({tensor.data_ptr() for tensor in seen}), all(torch.equal(weights[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(("stage", "places"), ((0, 7), (3, 2)))
+def test_values_of_units_that_are_alike_are_put_together_in_one_place(stage: int, places: int) -> None:
+    """Where a rank keeps a part of them. New memory for each of the blocks took a quarter of initialize()."""
+    assert run_ranks(2, put_together, stage) == [(places, True)] * 2

@@ -63,14 +63,13 @@ def start_up(plan: ShardingPlan, model: nn.Module, held: Held) -> Peak:
     for unit in plan.units:
         for group in unit.flat_groups:
             values = Bytes(group.layout.numel * group.given_dtype.itemsize)
-            adopted = group.resident and group.given_dtype == group.dtype
             for holding in (
                 held(params[entry.name]) for entry in group.layout.entries
             ):  # each parameter is freed as soon as it is copied
                 steps.append(live + values + Bytes(holding.put_together))
                 live -= holding.now
             live += _allocated(buffer for buffer in group.buffers if not _of_gradients(buffer))
-            steps.append(live if adopted else live + values)
+            steps.append(live if group.keeps_given else live + values)
             live += _allocated(filter(_of_gradients, group.buffers))
             steps.append(live)
     return Peak(*(max(getattr(step, place) for step in steps) for place in ("device", "host", "both")))

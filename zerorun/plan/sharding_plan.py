@@ -175,6 +175,11 @@ class FlatGroupPlan:
         return self.owned[1] - self.owned[0]
 
     @property
+    def keeps_given(self) -> bool:
+        """True if the weights stay where they are put together in the dtype that the module has, and are not a copy."""
+        return self.resident and self.given_dtype == self.dtype
+
+    @property
     def gradient_bytes(self) -> int:
         """The bytes of the gradients of all parameters."""
         return self.layout.numel * self.gradient_dtype.itemsize

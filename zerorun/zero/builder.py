@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -89,6 +90,9 @@ class _Builder:
         self._plan, self._comm, self._device = plan, comm, comm.device
         self._modules, self._params = dict(model.named_modules()), dict(named_members(model))
         self._mapping, self._disk = mapping, disk
+        neighbours = pairwise(plan.flat_groups)
+        self._before_alike = {id(group) for group, following in neighbours if _are_put_together(group, following)}
+        self._staging: torch.Tensor | None = None
         self._param_slots = SlotPool(plan.param_slots, self._device)
         self._grad_slots = SlotPool(plan.grad_slots, self._device)
         self._link = HostLink(self._device, pinned=pinned, store=disk.states if disk is not None else None)
@@ -147,16 +151,32 @@ class _Builder:
 
     def _values(self, plan: FlatGroupPlan, params: list[nn.Parameter]) -> torch.Tensor:
         """The flat buffer [numel] on this rank's device, in the dtype that the user gave, with the first rank's values."""
-        flat = torch.empty(plan.layout.numel, dtype=plan.given_dtype, device=self._device)
-        written = 0
+        flat, channels, written = self._staged(plan), self._comm.of(plan.family), 0
         for entry, param in zip(plan.layout.entries, params, strict=True):
-            flat[written : entry.offset].zero_()
-            flat[entry.offset : entry.end].copy_(_taken_value(param))
-            written = entry.end
+            value = _taken_value(param)
+            if channels.is_first:
+                flat[written : entry.offset].zero_()
+                flat[entry.offset : entry.end].copy_(value)
+                written = entry.end
+            del value
             param.data = torch.empty(0, dtype=param.dtype, device=param.device)  # so that it does not lie there twice
             let_go_of_memory(param, param.data)
-        flat[written:].zero_()
-        self._comm.of(plan.family).broadcast(flat, "initial parameters")
+        if channels.is_first:
+            flat[written:].zero_()
+        channels.broadcast(flat, "initial parameters")
+        return flat
+
+    def _staged(self, plan: FlatGroupPlan) -> torch.Tensor:
+        """Where the values of a flat group are put together [numel]; for the next one, too, if it is alike.
+
+        The kernel would give each of them new memory, page by page, each zeroed. Memory for one that is not alike is not
+        held beside that of another, so that the peak is that of one group.
+        """
+        flat, self._staging = self._staging, None
+        if flat is None:
+            flat = torch.empty(plan.layout.numel, dtype=plan.given_dtype, device=self._device)
+        if id(plan) in self._before_alike:
+            self._staging = flat
         return flat
 
     def _weights(
@@ -235,6 +255,12 @@ class _Builder:
 
     def _zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self._device)
+
+
+def _are_put_together(group: FlatGroupPlan, following: FlatGroupPlan) -> bool:
+    """True if the values of both can be put together in the same memory, one after the other."""
+    alike = (group.layout.numel, group.given_dtype) == (following.layout.numel, following.given_dtype)
+    return alike and not (group.keeps_given or following.keeps_given)
 
 
 def _taken_value(param: nn.Parameter) -> torch.Tensor:

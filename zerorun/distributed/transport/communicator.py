@@ -49,6 +49,11 @@ class Channels:
         """Let gradients that are sums over ``count`` micro-batches fit the dtype in which they are sent."""
         self._raised = 2.0 ** (count - 1).bit_length() if self._wire_dtype == torch.float16 else 1.0
 
+    @property
+    def is_first(self) -> bool:
+        """True if this is the rank whose values count where ranks have different ones."""
+        return self.shard.rank == self.replicate.rank == 0
+
     def broadcast(self, tensor: torch.Tensor, label: str) -> None:
         """Replace ``tensor``, in place, by that of the family's first rank. For set-up."""
         self.replicate.broadcast(tensor, label)
