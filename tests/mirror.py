@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zerorun.distributed.transport import nccl
+from zerorun.distributed.transport.communicator import Channels
 from zerorun.distributed.transport.process_group import shutdown
 
 NAME = "mirror"
@@ -73,16 +75,20 @@ class Mirror(dist.ProcessGroup):
 
 @contextlib.contextmanager
 def mirrored(rank: int, size: int) -> Iterator[None]:
-    """In the block this process is ``rank`` of ``size``, and its transport is NCCL's. A group that it is in, it leaves."""
+    """In the block this process is ``rank`` of ``size``, and its transport is NCCL's. A group that it is in, it leaves.
+
+    Its own values are those that count, as those of the first rank do: nobody sends it others.
+    """
     shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, Mirror, devices=["cpu"])
     dist.init_process_group(NAME, store=dist.HashStore(), rank=rank, world_size=size)
-    before, nccl.group_of = nccl.group_of, lambda group: group  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        nccl.group_of = before
-        dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl, "group_of", lambda group: group)
+        patch.setattr(Channels, "is_first", True)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
