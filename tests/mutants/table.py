@@ -5173,6 +5173,14 @@ MUTANTS = (
         ("tests/ranks/test_writes_of_scripts.py", "-k", "master_does_not_know"),
     ),
     Mutant(
+        "a-write-whose-master-is-on-a-disk",
+        "swallowed",
+        "zerorun/zero/guards.py",
+        "        self._copies = [group for unit in units for group in unit.trainable if shows_copy(group)]",
+        "        self._copies = [g for unit in units for g in unit.trainable if shows_copy(g) and not unit.placement.states_on_disk]",
+        ("tests/ranks/test_writes_of_scripts.py", "-k", "master_does_not_know"),
+    ),
+    Mutant(
         "a-write-on-the-device-and-its-master-on-the-host",
         "swallowed",
         "zerorun/zero/flat_group.py",

@@ -167,18 +167,22 @@ PLACES: dict[str, tuple[int, dict[str, Any]]] = {
         {"precision": "bf16", "zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     ),
     "stage 1, fp32, offload from a device": (1, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
+    "stage 2, disk": (2, {"precision": "bf16", "zero_optimization": {"offload_optimizer": {"device": "nvme"}}}),
 }
 
 
-def placed(place: str, **more: Any) -> zerorun.Engine:
+def placed(place: str, folder: Path | None = None, **more: Any) -> zerorun.Engine:
+    """``folder``: for states on a disk."""
     stage, changes = PLACES[place]
+    if folder is not None and "disk" in place:
+        more = {"zero_optimization": {"offload_optimizer": {"nvme_path": str(folder / "states")}}, **more}
     with simulated_device() if place.endswith("from a device") else nullcontext():
         return engine_of(layers(), stage, **merged(changes, more))
 
 
 def written(place: str, after: int, write: Callable[[torch.Tensor], None], folder: Path) -> list[Any]:
     """Errors of a step and a save after a write to the last weight; and whether training goes on after a block."""
-    engine = placed(place)
+    engine = placed(place, folder)
     for step in range(after):
         train(engine, step)
     weight = engine.module[2].weight

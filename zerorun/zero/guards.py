@@ -103,8 +103,7 @@ class ScriptGuard:
         self.state_dict_allowed = self.placeholders_shown = False
         self.added = AddedParameters(module)
         self._units, self._on_cpu = units, on_host(device)
-        near = [unit for unit in units if not unit.placement.states_on_disk]
-        self._copies = [group for unit in near for group in unit.trainable if shows_copy(group)]
+        self._copies = [group for unit in units for group in unit.trainable if shows_copy(group)]
         self._passes = 0
         self.is_lenient = False
         self._counted, self._looks = 0, 0  # writes that torch has counted, and looks for edits, that found nothing
@@ -172,11 +171,13 @@ class ScriptGuard:
         """Raise ReleasedParameterError if a script has written in place to parameters that have masters beside them.
 
         It looks in the first steps, and later after writes that torch counts, of which ``param.data.mul_()`` is none; with
-        ``surely`` in any case. It does not look at masters on disks.
+        ``surely`` in any case. Raises SwapError if masters could not be written to a disk.
         """
         counted = sum([sum(map(_writes, group.params)) for group in self._copies])
         if not surely and self._looks >= LOOKING_STEPS and counted == self._counted:
             return
+        for link in {unit.link for unit in self._units}:
+            link.flush()  # masters that are still on the way to a disk
         found = [(group, entry) for group in self._copies for entry in edited(group)]
         names = [repr(group.names[entry]) for group, entry in found if id(group.params[entry]) not in self.held]
         if names:
