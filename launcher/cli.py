@@ -14,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,6 +186,8 @@ def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping
 
 
 def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptions) -> int:
+    from dataclasses import replace
+
     from .by_hand import JOIN_SECONDS, LeadingJob, join
     from .job import Job
     from .secret import guests_secret, leaders_secret

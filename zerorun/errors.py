@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class ZerorunError(Exception):
     """Base of all errors that zerorun raises on purpose."""
 
 
-@dataclass(frozen=True)
-class ConfigProblem:
+class ConfigProblem(NamedTuple):  # not a dataclass: `zerorun --help` would import what makes those, a quarter of its time
     """One thing wrong with a configuration: ``key`` is a dotted path such as ``zero_optimization.stage``."""
 
     key: str

@@ -461,7 +461,7 @@ def main(arguments: list[str] | None = None) -> int:
             bf16_available=not options.no_bf16,
         )
     except ConfigError as error:
-        problems = [{**dataclasses.asdict(problem), "value": repr(problem.value)} for problem in error.problems]
+        problems = [{**problem._asdict(), "value": repr(problem.value)} for problem in error.problems]
         _print(json.dumps({"errors": problems}, indent=2) if options.json else str(error))
         return 2
     _print(json.dumps(_report(config), indent=2) if options.json else config.describe())
