@@ -173,6 +173,8 @@ class ScriptGuard:
         It looks in the first steps, and later after writes that torch counts, of which ``param.data.mul_()`` is none; with
         ``surely`` in any case. Raises SwapError if masters could not be written to a disk.
         """
+        if not self._copies:
+            return
         counted = sum([sum(map(_writes, group.params)) for group in self._copies])
         if not surely and self._looks >= LOOKING_STEPS and counted == self._counted:
             return
