@@ -5220,4 +5220,20 @@ MUTANTS = (
         "    if False:",
         ("tests/ranks/test_bad_input.py", "-k", "clips_by_itself"),
     ),
+    Mutant(
+        "a-rank-whose-script-is-over-makes-something-else",
+        "remedy",
+        "zerorun/distributed/transport/peer_memory.py",
+        "                if (left := self.left(peer)) is not None:",
+        "                if (left := None) is not None:",
+        ("tests/ranks/test_open_shards.py", "-k", "script_ends"),
+    ),
+    Mutant(
+        "an-agreement-without-a-rank-whose-script-is-over",
+        "remedy",
+        "zerorun/distributed/transport/control.py",
+        "            left = None if memory is None else memory.left()",
+        "            left = None",
+        ("tests/ranks/test_open_shards.py", "-k", "script_ends"),
+    ),
 )

@@ -277,3 +277,38 @@ def test_a_rank_that_is_killed_is_noticed() -> None:
     with start_ranks(2, SCRIPT, "killed") as (first, second):
         assert second.finish(60 * patience())[0] == -signal.SIGKILL
         first.finish(30 * patience())  # it may have read all before the other ended
+
+
+LEAVING = """
+import atexit, os, sys, time
+atexit.register(time.sleep, 1.0)  # comes after what zerorun does at the end
+import torch, zerorun
+torch.set_num_threads(1)
+stage, call, rank = int(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(4)))
+engine = zerorun.initialize(model, {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2,
+                                    "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}})
+for batch in range(9):
+    if rank == 1 and batch == (5 if call == "step" else 6):
+        sys.exit(0)
+    if batch == 6 and call == "save_checkpoint":
+        engine.save_checkpoint(sys.argv[3])
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    engine.step()
+"""
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("call", ("step", "save_checkpoint"))
+@pytest.mark.parametrize("stage", by_day((1, 2, 3), 1, 3))
+def test_a_rank_whose_script_ends_before_the_others_is_named(stage: int, call: str, tmp_path: Path) -> None:
+    """Others are not told to look for an error: it had none."""
+    with start_ranks(2, LEAVING, str(stage), call, str(tmp_path)) as (first, second):
+        assert second.finish(60 * patience())[0] == 0
+        code, _, errors = first.finish(60 * patience())
+    assert code == 1
+    told = (
+        "rank 0: another rank takes no part in it: rank 1 has come to the end of its script. "
+        "Remedy: give all ranks the same number of batches, and leave the loop on all of them at the same step.\n"
+    )
+    assert told in errors

@@ -162,7 +162,8 @@ class Control:
                     work.wait(timeout)
         except RuntimeError as error:
             _given_up.append(work)
-            raise unanswered("control", dist.get_rank(), error) from error
+            left = None if memory is None else memory.left()
+            raise unanswered("control", dist.get_rank(), left or error) from error
         if watch is not None:
             watch.add(label, begun, begun)
 

@@ -11,6 +11,7 @@ Each rank of a group keeps a *board* in its own memory, which only it writes and
                                                               of the addresses of my ``count`` tensors"
     taken     [peer, slot] -> number                          "I have read offer n of that peer"
     agreements             -> number                          "I have come to agreement n", for messages about long waits
+    left                   -> 0 or 1                          "my script is over, and I only wait for who still reads"
 
 A collective is one offer and the reading of the others' offers of the same number. A rank that comes late finds the
 others' offers and reads them at once; a rank that comes early reads when it needs the result. So nobody waits for a
@@ -83,6 +84,10 @@ class PeerMemoryError(RuntimeError):
 
 class PeerEnded(PeerMemoryError):
     """A peer's process has ended."""
+
+
+class PeerLeft(PeerEnded):
+    """A peer has come to the end of its script, as the text says, and this rank has not."""
 
 
 class PeersDisagree(PeerMemoryError):
@@ -158,13 +163,15 @@ class PeerMemory:
         self._names = range(size) if names is None else names  # of its ranks, in the world
         self.span = span_of(self._names)
         self._agreements = SLOTS * (_ENTRY + size)  # where on the board
-        self._board = (ctypes.c_int64 * (self._agreements + 1))()
+        self._left = self._agreements + 1
+        self._board = (ctypes.c_int64 * (self._left + 1))()
         self._token = ctypes.create_string_buffer(secrets.token_bytes(16), 16)
         self._peers = [peer for peer in range(size) if peer != rank]
         self._boards: dict[int, tuple[int, int]] = {}  # peer -> (process, address)
         self._alive = select.poll()
         self._handles: dict[int, int] = {}  # of processes -> peer
         self._ended: set[int] = set()  # peers whose process has ended, as far as noticed
+        self._over: set[int] = set()  # peers whose script is over, as far as noticed
         self._number = 0  # of the next offer
         self._reading: deque[PeerCollective] = deque()  # not taken yet
         self._offered: deque[PeerCollective] = deque()  # not known to be read by all others
@@ -298,9 +305,10 @@ class PeerMemory:
                 next_check = now + _CHECK_S
                 limit_s = time_limit().total_seconds() if limit_s is None else limit_s
                 _permission.renew()
+                left = self.left()
                 self._ended.update(self._handles[handle] for handle, _ in self._alive.poll(0))
                 if self._ended and not done():
-                    raise PeerEnded("another rank of this host has ended")
+                    raise left or PeerEnded("another rank of this host has ended")
             if limit_s is not None and now - begun > limit_s:
                 raise PeerMemoryError(f"no answer from another rank in {limit_s:g} s")
             time.sleep(pause)
@@ -336,6 +344,8 @@ class PeerMemory:
                 return None
             _, theirs, address, count, bytes_there = self._word
             if (theirs, count) != (tag, own.numel()):
+                if (left := self.left(peer)) is not None:
+                    raise left
                 raise PeersDisagree(
                     f"ranks {self._names[self.rank]} and {self._names[peer]} make different collectives at the same time. "
                     "Remedy: let all ranks take the same path through the model, and let all of them call state_dict(), "
@@ -371,6 +381,19 @@ class PeerMemory:
     def absent_from_agreement(self, number: int) -> list[int]:
         """The ranks, by name, that have not come to agreement ``number``. For messages: another thread may ask."""
         return [self._names[peer] for peer in self._peers if self._peek(peer, self._agreements) < number]
+
+    def note_left(self) -> None:
+        """Tell all others that the script of this rank is over."""
+        self._board[self._left] = 1
+
+    def left(self, *peers: int) -> PeerLeft | None:
+        """The error of a rank whose script is over, among ``peers`` or all others; None if there is none."""
+        for peer in self._peers:
+            with contextlib.suppress(OSError):  # its process has ended
+                if self._peek(peer, self._left):
+                    self._over.add(peer)
+        over = sorted(self._over.intersection(peers or self._peers))
+        return PeerLeft(f"rank {self._names[over[0]]} has come to the end of its script") if over else None
 
     def _peek(self, peer: int, index: int) -> int:
         word = ctypes.c_int64()
@@ -499,6 +522,13 @@ def serve() -> None:
             continue
     if disagreement is not None:
         raise disagreement
+
+
+def note_left() -> None:
+    """Tell the others of all groups that the script of this rank is over: see PeerLeft."""
+    for served in tuple(_served):
+        if (memory := served()) is not None:
+            memory.note_left()
 
 
 def can_be_used() -> bool:

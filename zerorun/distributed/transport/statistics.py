@@ -16,9 +16,10 @@ import torch.distributed as dist
 
 from ...errors import OrderError
 from ...watch.board import NUMBERS, Span, board, only
+from ...watch.sizes import SAME_NUMBER
 from ..stopwatch import Stopwatch
 from ..waits import time_limit, waiting
-from .peer_memory import PeerCollective, PeersDisagree, number_of
+from .peer_memory import PeerCollective, PeerLeft, PeersDisagree, number_of
 from .sums import BufferPool
 
 
@@ -27,6 +28,8 @@ def unanswered(label: str, rank: int, error: BaseException) -> OrderError:
     what = f"collective '{label}' could not be completed on rank {rank}"
     if isinstance(error, PeersDisagree):
         return OrderError(f"{what}: {error}")
+    if isinstance(error, PeerLeft):
+        return OrderError(f"{what}: another rank takes no part in it: {error}. {SAME_NUMBER}")
     remedy = "Look at the first failing rank's own error."
     return OrderError(f"{what}: another rank ended or did not take part. {remedy} ({error})")
 

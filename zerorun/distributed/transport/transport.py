@@ -27,7 +27,7 @@ from ..layout import Piece
 from ..waits import waiting
 from .mapped_shards import MappedShards
 from .open_shards import close_all
-from .peer_memory import PeerMemory
+from .peer_memory import PeerMemory, note_left
 from .statistics import CommunicationStatistics, Pending
 from .sums import store
 from .world import gather_values
@@ -280,6 +280,7 @@ class Transport(ABC):
 def drain_all(timeout: timedelta | None) -> None:
     """At the end of the process: finish everything in flight; with None, forget it. No call can follow."""
     if timeout is not None:
+        note_left()
         close_all(timedelta(seconds=EXIT_READ_TIMEOUT_S))
     for transport in tuple(_live):
         transport.drain(timeout)
