@@ -1496,7 +1496,10 @@ def test_a_save_that_was_killed_before_latest(tmp_path: Path) -> None:
         (errno.ENOTDIR, "so name another directory"),
         (errno.EEXIST, "so name another directory"),
         (errno.ENOSPC, "GB are free). Remedy: make room"),
-        (errno.EIO, "Input/output error"),
+        (errno.EDQUOT, "Remedy: make room, or let this user have more"),
+        (errno.ENOENT, "Remedy: see that its file system is mounted"),
+        (errno.ESTALE, "Remedy: see that its file system is mounted"),
+        (errno.EIO, "so look into the kernel's log (dmesg)"),
     ],
 )
 def test_what_the_disk_refuses_says_what_to_do(number: int, remedy: str, tmp_path: Path) -> None:

@@ -162,9 +162,13 @@ class Problem:
 
 _FORBIDDEN = ". Remedy: let this user read and write there, or name another directory"
 _IN_THE_WAY = ". Remedy: something else has that name, so name another directory"
+_GONE = ". Remedy: see that its file system is mounted on this host, and that nothing removes files there meanwhile"
 _REMEDIES = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _FORBIDDEN),
     **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), _IN_THE_WAY),
+    **dict.fromkeys((errno.ENOENT, errno.ESTALE), _GONE),
+    errno.EDQUOT: ". Remedy: make room, or let this user have more: the quota is used up",
+    errno.EIO: ". Remedy: the disk, or the way to it, has failed, so look into the kernel's log (dmesg)",
 }
 
 
