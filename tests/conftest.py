@@ -69,6 +69,31 @@ def _handlers_stay() -> Iterator[None]:
     assert after == before, "the test has left a signal handler behind"
 
 
+def _settings_of_torch() -> dict[str, Any]:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    return {
+        "anomaly detection": torch.is_anomaly_enabled(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "gradients": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+@pytest.fixture(autouse=True)
+def _settings_stay() -> Iterator[None]:
+    """What a test leaves switched on for the process, it leaves to whatever test comes next there."""
+    before = _settings_of_torch()
+    yield
+    after = _settings_of_torch()
+    assert not before or after == before, "the test has left other settings of torch behind"
+
+
 # -- what runs ---------------------------------------------------------------------------------------------------
 
 

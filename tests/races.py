@@ -64,7 +64,7 @@ class Races:
     def __init__(self) -> None:
         self.found: dict[str, None] = {}
         self.launches: Counter[str] = Counter()  # of the computation, by operation
-        self.host_waits = 0  # of the program for work that the device was given since ``begin_step``
+        self.host_waits: Counter[str] = Counter()  # for work that the device was given since ``begin_step``, by place
         self._long_given: dict[Agent, int] = {}
         self._lock = threading.RLock()
         self._clocks: dict[Agent, Clock] = defaultdict(dict)
@@ -90,7 +90,8 @@ class Races:
 
     def wait(self, waiter: SimulatedStream | None, stream: SimulatedStream, number: int) -> None:
         with self._lock:
-            self.host_waits += waiter is None and number > self._long_given.get(stream, 0)
+            if waiter is None and number > self._long_given.get(stream, 0):
+                self.host_waits[f"a wait at {_place()}"] += 1
             self._join(threading.get_ident() if waiter is None else waiter, self._then.get((stream, number), {}))
 
     def see(self, stream: SimulatedStream, number: int) -> None:
@@ -133,14 +134,14 @@ class Races:
                 self._touch(agent, read, [*written, *made], func.__name__)
             self.launches[func.__name__] += device and "empty" not in func.__name__
             if device and _waits(func, args, [memory.maker is None for memory in touched]):
-                self.host_waits += 1
+                self.host_waits[f"{func.__name__} at {_place()}"] += 1
                 self._join(threading.get_ident(), self._clocks[COMPUTATION])
 
     def begin_step(self) -> None:
         """What streams were given before is done by the time that the program asks for it: waiting for it costs nothing."""
         with self._lock:
             self._long_given = {agent: clock.get(agent, 0) for agent, clock in self._clocks.items()}
-            self.host_waits = 0
+            self.host_waits.clear()
 
     def hand_over(self) -> Clock:
         """What the calling thread knows."""

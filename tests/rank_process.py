@@ -149,6 +149,7 @@ class Slate:
         torch.set_default_dtype(torch.float32)
         torch.set_grad_enabled(True)
         torch.use_deterministic_algorithms(False)
+        torch.autograd.set_detect_anomaly(False)
         log._warned.clear()
         left = self._left()
         self._note()

@@ -500,7 +500,7 @@ def waits(config: dict[str, Any], weighted: bool) -> list[int]:
             races.begin_step()
             for _ in range(engine.gradient_accumulation_steps()):
                 step(engine, number, weight=torch.tensor([2, 3][dist.get_rank() % 2]) if weighted else None)
-            found.append(races.host_waits)
+            found.append(races.host_waits.total())
         engine.destroy()
         assert not races.found
     return found[3:]
@@ -535,7 +535,7 @@ def waits_divided(tensor: int, pipe: int, schedule: str) -> list[int]:
             for inputs in batch if pipe == 1 else ():
                 engine.backward(engine(**inputs).loss)
                 engine.step()
-            found.append(races.host_waits)
+            found.append(races.host_waits.total())
         engine.destroy()
         assert not races.found
     return found[COMPARED_STEPS:]

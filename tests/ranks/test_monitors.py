@@ -246,7 +246,7 @@ def test_nobody_waits_for_the_device(tmp_path: Path) -> None:
                 seen.begin_step()
             engine.backward(CASE.loss(engine, Place(0, step)))
             engine.step()
-        assert seen.host_waits == 0
+        assert not seen.host_waits
         engine.destroy()
     assert len(values_of(tmp_path / "run")["train_loss"]) == 4
 

@@ -67,7 +67,7 @@ def count(world: int, stage: int, precision: str, blocks: int = 4) -> Counted:
             engine.backward(case.loss(engine, Place(0, STEADY)))
             before = seen.launches.copy()
             engine.step()
-        found = Counted(engine.runtime.plan, sent, seen.launches - before, seen.host_waits)
+        found = Counted(engine.runtime.plan, sent, seen.launches - before, seen.host_waits.total())
         engine.destroy()
     return found
 
