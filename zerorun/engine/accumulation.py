@@ -251,6 +251,7 @@ class Accumulation:
         self.backwards = 0  # with gradients of parameters, or by the engine's backward()
         self.of_any_kind, self._of_any_kind_seen = 0, 0  # backwards, and those of them that a step() has followed
         self.steps_seen = 0  # backwards of these that a step() has followed
+        self._given = 0  # losses
         if self._mode == "sum":
             self._comm.expect_micro_batches(self.batch.accumulation)
         self._mode = None
@@ -423,6 +424,7 @@ class Accumulation:
         if mode == "sum" and self._mode is None:
             self._comm.expect_micro_batches(1)  # what the loop has divided does not grow with their number
         self._mode = mode
+        self._given += 1
         return mode, value
 
     def note_unread(self, loss: torch.Tensor | None, weight: torch.Tensor | float) -> None:
@@ -457,11 +459,11 @@ class Accumulation:
         random numbers."""
         self._compared += number if math.isfinite(number) else 0.0
 
-    def told(self, wishes: Sequence[int], rates: float | None, *, must_know: bool) -> Told:
+    def told(self, wishes: Sequence[int], rates: float | None, writes: int | None, *, must_know: bool) -> Told:
         """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step.
 
         By what losses divide gradients must be the same on all ranks that have any: 0 stands for weights of their own. So
-        must ``rates``.
+        must ``rates``. The number of losses that are averaged, and that of ``writes`` to parameters, should be.
         """
         divisor = (
             None if self._mode is None else 0 if self.is_weighted else 1 if self._mode == "sum" else self.batch.accumulation
@@ -475,7 +477,7 @@ class Accumulation:
             self._weight,
             self._compared,
             wishes,
-            (divisor, rates),
+            (divisor, rates, self._given if self._mode == "mean" else None, writes),
             self._first_data.told(),
             unread,
             must_know,

@@ -40,7 +40,17 @@ from ..zero.unit import links_of
 from .accumulation import Accumulation, ScaledBackward, check_loss, refuse_no_backward, running, samples_of_step
 from .compilation import show_compilation
 from .curvature import CurvatureTaking
-from .outcomes import History, UnsettledStep, advise_own_data, is_refused, rates_of, refuse_changes, refuse_differing
+from .outcomes import (
+    History,
+    UnsettledStep,
+    advise_differing,
+    advise_own_data,
+    is_refused,
+    rates_of,
+    refuse_changes,
+    refuse_differing,
+    writes_of,
+)
 from .saving import automatic_saves_of
 
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
@@ -298,7 +308,9 @@ class Engine(CurvatureTaking):
         asked = saves.wishes() if saves is not None else ()
         wishes = (board.wanted_trace, self.accumulation.backwards, is_refused(self.sharded_model), *asked)
         must_know = self.lr_scheduler is not None and not has_state(self.lr_scheduler)
-        summary = self.sharded_model.norm(self.accumulation.told(wishes, rates_of(self.sharded_model), must_know=must_know))
+        rates, writes = rates_of(self.sharded_model), writes_of(self.sharded_model)
+        told = self.accumulation.told(wishes, rates, writes, must_know=must_know)
+        summary = self.sharded_model.norm(told)
         trace, backwards, refusals, *others = summary.wishes
         backwards = -(-backwards // self.topology.world_size)  # some ranks may have had no gradients in some of them
         board.agree_on_trace(trace)
@@ -309,8 +321,9 @@ class Engine(CurvatureTaking):
                 agree(lambda: refuse_changes(self.sharded_model), self.sharded_model.comm.control.values)
             self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
             refuse_no_backward(backwards)
-            divisors, rates = summary.differing
-            refuse_differing(self.sharded_model, divisors=divisors, rates=rates)
+            other_divisors, other_rates, other_losses, other_writes = summary.differing
+            refuse_differing(self.sharded_model, divisors=other_divisors, rates=other_rates)
+            advise_differing(self.sharded_model, self.history, told, losses=other_losses, writes=other_writes)
             if summary.same_data:
                 advise_own_data(self.topology.data_parallel_size)
             self._update(summary, backwards, lr_kwargs)

@@ -21,7 +21,7 @@ from ..optim.loss_scaler import LossScaler
 from ..pipeline.schedule.actions import Action
 from ..plan.forwards import uncompiled
 from ..watch.board import board
-from ..zero.norm import Decision, Outcome, Summary
+from ..zero.norm import Decision, Outcome, Summary, Told
 from ..zero.placeholders import released_parameter
 from ..zero.sharded_model import ShardedModel
 from .accumulation import UNUSABLE_WEIGHT, Notes, is_in_a_step, refuse_no_weight, warn_of_kept
@@ -30,6 +30,7 @@ from .reports import LoopQueries, Reports
 
 # The largest relative difference between losses that ranks compute from the same activations.
 _APART = 1e-4
+_MOST_NAMED = 3
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")  # that a checkpoint stores
 # Training ends after so many steps in a row without finite gradients: in bf16, where no loss scale can mend it, and in fp16
 # with a static loss scale, which an overflow leaves as it is.
@@ -113,6 +114,7 @@ class History:
     progress: Progress = field(default_factory=Progress)
     unsettled: UnsettledStep | None = None  # the step after that
     failure: Callable[[], None] | None = None  # raises the error of a step that failed, on all ranks
+    advised: set[str] = field(default_factory=set)  # what all ranks have been warned of
 
     def expect(self, step: UnsettledStep) -> None:
         """The outcome of this step is to be read later."""
@@ -236,6 +238,41 @@ def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> Non
             f"rank {other} has the learning rates {found[other]}, and rank 0 {found[0]}. Weights are as before the step. "
             "Remedy: give all ranks the same rates and schedule, and one that watches a metric its mean over all ranks."
         )
+
+
+def writes_of(model: ShardedModel) -> int | None:
+    """How often the script has written to parameters here; None where other ranks may have others, as pipeline stages."""
+    writes = model.runtime.guard.take_writes()
+    return None if model.comm.topology.pipe > 1 else writes
+
+
+def advise_differing(model: ShardedModel, history: History, told: Told, *, losses: bool, writes: bool) -> None:
+    """Warn, once, if ranks have averaged other numbers of ``losses``, or have ``told`` of other numbers of ``writes``."""
+    if losses and "losses" not in history.advised:
+        history.advised.add("losses")
+        most, least, found = _extremes(model.comm.control.values(told.alike[2]))
+        warn_once(
+            f"rank {most} has called backward() {found[most]} times for this step, and rank {least} {found[least]} times. "
+            "All losses are divided by the same number, so those of ranks with more count more. Remedy: let each rank call "
+            "step() after every micro-batch, also after one that failed; where ranks mean to have different numbers of "
+            "them, pass weight=... to backward() on all."
+        )
+    if writes and "writes" not in history.advised:
+        history.advised.add("writes")
+        most, least, found = _extremes(model.comm.control.values(told.alike[3]))
+        names = model.comm.control.values(list(map(repr, model.runtime.guard.written[:_MOST_NAMED])))[most]
+        warn_once(
+            f"rank {most} has written in place to parameters {found[most]} times since the last step, and rank {least} "
+            f"{found[least]} times ({', '.join(names)}). From here on ranks have different weights at stage 0; at the "
+            "others, each part of them is that of the rank which keeps it. Remedy: write the same on all ranks, or in a "
+            "block of zerorun.zero.GatheredParameters(params, modifier_rank=...), which gives all ranks the values of one."
+        )
+
+
+def _extremes(found: Sequence[int | None]) -> tuple[int, int, dict[int, int]]:
+    """(the rank with the largest of these numbers, the one with the smallest, those of ranks that have one)."""
+    numbers = {rank: number for rank, number in enumerate(found) if number is not None}
+    return max(numbers, key=numbers.__getitem__), min(numbers, key=numbers.__getitem__), numbers
 
 
 def advise_own_data(ranks: int) -> None:

@@ -219,7 +219,8 @@ class GatheredParameters:
             return
         edited, reshaped = self._release_unsettled(keep=kind is None), self._reshaped() if kind is None else []
         lost = self._lost_anywhere() if kind is None else []
-        for model in {id(shown.model): shown.model for shown in self._held}.values():
+        models = list({id(shown.model): shown.model for shown in self._held}.values())
+        for model in models:
             model.blocks.remove(self)
         _open.discard(self)
         for shown in self._held:
@@ -237,6 +238,8 @@ class GatheredParameters:
                 edited.append(home.name)
                 self._undo(shown)
             _let_go(home)
+        for model in models:
+            model.runtime.guard.take_writes()  # of one rank, which all have now
         self._held, self._lost, self._dropped, self._has_shown_new = [], [], [], False
         if reshaped:
             raise ModelError(

@@ -93,7 +93,8 @@ class ScriptGuard:
 
     ``held``: ids of parameters inside a GatheredParameters block; ``joined``: id -> name of those of them that tensor ranks
     divide, and that are whole there. ``state_dict_allowed``: though it has placeholders, which whoever asks puts full
-    values for; ``placeholders_shown``: to the script, too. ``added``: what the module has got since.
+    values for; ``placeholders_shown``: to the script, too. ``added``: what the module has got since. ``written``: names of
+    the parameters that ``take_writes`` has found.
     """
 
     def __init__(self, module: nn.Module, units: list[Unit], device: torch.device) -> None:
@@ -107,6 +108,11 @@ class ScriptGuard:
         self._passes = 0
         self.is_lenient = False
         self._counted, self._looks = 0, 0  # writes that torch has counted, and looks for edits, that found nothing
+        groups = [group for unit in units for group in unit.flat_groups]
+        named = [pair for group in groups for pair in zip(group.names, group.params, strict=True)]
+        self._named = [(name, param) for name, param in named if not param.is_inference()]
+        self._versions = self._versions_now()
+        self.written: list[str] = []
 
     def watched(self) -> Iterator[RemovableHandle]:
         """Hooks, to be removed in the end; they do not keep the module alive."""
@@ -194,6 +200,18 @@ class ScriptGuard:
                 raise ReleasedParameterError(problem)
             warn_once(problem)
         self._looks, self._counted = self._looks + 1, counted
+
+    def _versions_now(self) -> list[int]:
+        return [_writes(param) for _, param in self._named]
+
+    def take_writes(self) -> int:
+        """How many writes in place to parameters torch has counted since the last call; ``param.data.mul_()`` is none."""
+        before, self._versions = self._versions, self._versions_now()
+        if before == self._versions:
+            return 0
+        pairs = list(zip(self._named, before, self._versions, strict=True))
+        self.written = [name for (name, _), old, new in pairs if old != new]
+        return sum(new - old for _, old, new in pairs)
 
     def look(self) -> None:
         """Raise ModelError or ReleasedParameterError if a parameter has values that the shards do not have."""
