@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from ..distributed.agreement import first_other
 from ..distributed.topology import Topology
 from ..distributed.transport.world import gather_values
 from ..errors import ConfigError, ModelError, TopologyError
+from ..log import listed
 from ..optim.requested import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.weights import sums_of_scales
@@ -22,6 +24,7 @@ from ..zero.init import partitioned_as
 from .inputs import samples_of
 from .parallelize import is_part
 
+_DERIVED = "(derived)"  # as Config.describe() says of values that follow from others
 _DEGREES = ("pipe", "replicate", "shard", "tensor", "context", "expert")
 
 
@@ -140,13 +143,30 @@ def _settings(raw: RawOptimizer) -> Iterator[str]:
 
 def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> None:
     found = gather_values(lines)
-    pairs = zip([*found[first], "(nothing)"], [*found[rank], "(nothing)"], strict=False)
-    ours, theirs = next(((a, b) for a, b in pairs if a != b), ("", ""))
+    told = difference(found[first], found[rank], f"rank {first}")
     remedy = f"build the same {what} on every rank"
     if what == "model":
         remedy += ", in the same order (that of a set differs between ranks), and give its optimizer the same groups"
-    text = (
-        f"rank {rank} has another {what} than rank {first}: {theirs.strip()!r} instead of {ours.strip()!r}. "
-        f"Remedy: {remedy}."
-    )
+    text = f"rank {rank} has another {what} than rank {first}: {told}. Remedy: {remedy}."
     raise ConfigError.saying(text) if what == "configuration" else ModelError(text)
+
+
+def difference(ours: list[str], theirs: list[str], whose: str) -> str:
+    """The first differences of two descriptions in words, a line for each key, parameter or group of ``ours``, ``whose``.
+
+    What was given comes before what was derived from it. Where all are the same, their order is not.
+    """
+    here, there = ({_subject(line): line.strip() for line in lines} for lines in (ours, theirs))
+    told = [f"{there[key]!r} instead of {here[key]!r}" for key in there if key in here and there[key] != here[key]]
+    told += [f"{line!r}, which {whose} has not, or as the default" for key, line in there.items() if key not in here]
+    told += [f"without {line!r}, or with the default" for key, line in here.items() if key not in there]
+    told.sort(key=lambda text: _DERIVED in text)
+    if told:
+        return listed(told, 2)
+    pairs = zip(ours, theirs, strict=False)
+    return next((f"{b.strip()!r} instead of {a.strip()!r}" for a, b in pairs if a != b), "in another order")
+
+
+def _subject(line: str) -> str:
+    """What a line of a description is about: ``key = value``, ``parameter (shape) ...``, ``group 0 of SGD: ...``."""
+    return re.split(r" = | \(| of ", line.strip(), maxsplit=1)[0]
