@@ -17,7 +17,7 @@ from ..distributed.transport.connect import connect_links
 from ..distributed.transport.control import Control
 from ..distributed.transport.gloo import Gloo
 from ..errors import PipelineError
-from ..log import logger
+from ..log import logger, ranks_in_words
 from ..monitors.breakdown import EVALUATION
 from ..optim.containers import cast_floats
 from ..pipeline.executor import Executor, Timed, units_of_chunks
@@ -287,10 +287,13 @@ class PipelineEngine(Engine):
         self, lacks: str, ended: bool, failure: Exception | None, labels: int | None, inputs: int | None
     ) -> None:
         place, places = self.topology.data_parallel_rank, self.topology.data_parallel_size
-        flags = torch.tensor([bool(lacks), ended, failure is not None], dtype=torch.float64)
+        trains = self.module.training
+        flags = torch.tensor([bool(lacks), ended, failure is not None, trains], dtype=torch.float64)
         told = [summands(found, place, places) for found in (labels, inputs)]
         total = self.comm.control.sum(torch.cat([flags, *told]))
-        (nothing, too_few, failed), *totals = total.split([3, 3 * places, 3 * places])
+        (nothing, too_few, failed, training), *totals = total.split([len(flags), 3 * places, 3 * places])
+        if 0 < training < self.topology.world_size:
+            _name_evaluating(self.comm.control, trains=trains, step=self.global_steps)
         if failed:
             _raise_for_all(self.comm.control, failure)
         if nothing:
@@ -300,7 +303,8 @@ class PipelineEngine(Engine):
                 "training_data to initialize(), with at least train_micro_batch_size_per_gpu samples for each rank."
             )
         if too_few:
-            raise StopIteration("the data has ended. Remedy: begin it anew, or wrap it so that it repeats itself.")
+            reads = self.is_first_stage() or self.is_last_stage()
+            raise StopIteration(_whose_data_ended(self.comm.control, ended if reads else None))
         for kind, own, total in zip(("labels", "inputs"), (labels, inputs), totals, strict=True):
             if not agree(total):
                 self._name_different(kind, own)
@@ -363,3 +367,23 @@ def _raise_for_all(control: Control, failure: Exception | None) -> NoReturn:
         f"rank {rank} could not read its micro-batches: {text}. All stages have left them out. Remedy: mend the data, or "
         "go on with the next ones on all ranks."
     )
+
+
+def _name_evaluating(control: Control, *, trains: bool, step: int) -> NoReturn:
+    """Raise PipelineError for ranks that evaluate while others train. All ranks must call it."""
+    found = control.values(trains)
+    training, other = (ranks_in_words([rank for rank, theirs in enumerate(found) if theirs is it]) for it in (True, False))
+    raise PipelineError(
+        f"train_batch() was called on {training}, and eval_batch() on {other}, at step {step}. Weights are those before "
+        "this step. Remedy: let all ranks, of all stages, make the same calls in the same order."
+    )
+
+
+def _whose_data_ended(control: Control, ended: bool | None) -> str:
+    """Say it. ``ended``: whether that of this rank has; None if it reads none. All ranks must call it."""
+    found = control.values(ended)
+    remedy = "Remedy: begin it anew, or wrap it so that it repeats itself."
+    if False not in found:
+        return f"the data has ended. {remedy}"
+    ranks = ranks_in_words([rank for rank, theirs in enumerate(found) if theirs])
+    return f"the data of {ranks} has ended, and that of other ranks has not. {remedy}"
