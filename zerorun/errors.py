@@ -75,6 +75,10 @@ class OrderError(ZerorunError, RuntimeError):
     """Ranks disagree about which collective comes next. The message names the first unit and rank that differ."""
 
 
+class RankLeftError(OrderError):
+    """Another rank has come to the end of its script, and this one goes on."""
+
+
 class MessageError(ZerorunError, RuntimeError):
     """A value cannot be sent to other ranks, or a message from another rank cannot be read."""
 

@@ -311,6 +311,6 @@ def test_a_rank_whose_script_ends_before_the_others_is_named(stage: int, call: s
     assert code == 1
     told = (
         "rank 0: another rank takes no part in it: rank 1 has come to the end of its script. "
-        "Remedy: give all ranks the same number of batches, and leave the loop on all of them at the same step.\n"
+        "Remedy: let all ranks make the same calls of the engine, those that save and evaluate, too; "
     )
     assert told in errors

@@ -25,7 +25,7 @@ import torch
 
 from ..distributed.device import on_host, synchronize
 from ..distributed.transport.communicator import Communicator
-from ..errors import OrderError
+from ..errors import OrderError, RankLeftError
 from ..log import warn_once
 from ..plan.step import LARGEST
 from .unit import SlotPool, Unit, gather_for_others
@@ -270,6 +270,8 @@ class Gathers:
         message = torch.tensor([self.phases, trace.issued, need], dtype=torch.int64)
         try:
             answers = [tuple(answer.tolist()) for answer in self._comm.control.data_gather(message, ORDER_TIMEOUT_S)]
+        except RankLeftError:
+            raise
         except OrderError as error:
             raise OrderError(self._unanswered(trace, unit)) from error
         if len({(phase, issued) for phase, issued, _ in answers}) > 1:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..distributed.same_data import fingerprint
 from ..distributed.transport.sums import square_sum
-from ..errors import ModelError, OrderError
+from ..errors import ModelError, OrderError, RankLeftError
 from .access import compare_request, entry_view, gathered, owned_part
 from .away import GRADIENTS
 from .flat_group import TrainedGroup
@@ -146,6 +146,8 @@ def reduce_all(model: ShardedModel, function: str, *wanted: str) -> None:
     asked = torch.cat([torch.tensor([len(model.runtime.reducer.late)]), fingerprint([function, *wanted])])
     try:
         answers = model.comm.control.data_gather(asked, ORDER_TIMEOUT_S)
+    except RankLeftError:
+        raise
     except OrderError as error:
         raise OrderError(
             f"gradients were asked for on rank {model.comm.topology.rank}, and not on all other ranks "

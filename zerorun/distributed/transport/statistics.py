@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...errors import OrderError
+from ...errors import OrderError, RankLeftError
 from ...watch.board import NUMBERS, Span, board, only
-from ...watch.sizes import SAME_NUMBER
 from ..stopwatch import Stopwatch
 from ..waits import time_limit, waiting
 from .peer_memory import PeerCollective, PeerLeft, PeersDisagree, number_of
@@ -29,7 +28,11 @@ def unanswered(label: str, rank: int, error: BaseException) -> OrderError:
     if isinstance(error, PeersDisagree):
         return OrderError(f"{what}: {error}")
     if isinstance(error, PeerLeft):
-        return OrderError(f"{what}: another rank takes no part in it: {error}. {SAME_NUMBER}")
+        return RankLeftError(
+            f"{what}: another rank takes no part in it: {error}. Remedy: let all ranks make the same calls of the engine, "
+            "those that save and evaluate, too; give them the same number of batches, and leave the loop on all of them at "
+            "the same step."
+        )
     remedy = "Look at the first failing rank's own error."
     return OrderError(f"{what}: another rank ended or did not take part. {remedy} ({error})")
 
