@@ -249,10 +249,10 @@ def _circle(circle: Sequence[Standing], standing: Mapping[int, Standing]) -> Han
         return None
     if all(one.sight.is_message and one.sight.label.startswith(OF_STAGES) for one in circle):
         return _messages(circle)
-    places: dict[tuple[str, int], list[Standing]] = defaultdict(list)
+    places: dict[tuple[str, int, int], list[Standing]] = defaultdict(list)  # different calls may have one label
     for one in standing.values():
         if one.waits:
-            places[one.sight.label, one.sight.number].append(one)
+            places[one.sight.label, one.sight.number, one.sight.phase].append(one)
     groups = sorted(places.values(), key=_oddness)
     told = "; ".join(
         f"{ranks_in_words([one.rank for one in group])} {'is' if len(group) == 1 else 'are'} {group[0].doing}, "

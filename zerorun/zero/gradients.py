@@ -145,7 +145,7 @@ def reduce_all(model: ShardedModel, function: str, *wanted: str) -> None:
     """
     asked = torch.cat([torch.tensor([len(model.runtime.reducer.late)]), fingerprint([function, *wanted])])
     try:
-        answers = model.comm.control.data_gather(asked, ORDER_TIMEOUT_S)
+        answers = model.comm.control.data_gather(asked, ORDER_TIMEOUT_S, function)
     except RankLeftError:
         raise
     except OrderError as error:

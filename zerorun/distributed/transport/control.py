@@ -58,14 +58,17 @@ class Control:
             self._finish(dist.all_reduce(values, group=self._data, async_op=True), span=self._data_span)
         return values
 
-    def data_gather(self, values: torch.Tensor, timeout_s: float | None = None) -> list[torch.Tensor]:
-        """The data-parallel ranks' small CPU tensors, by rank. Raises OrderError if a rank does not answer in time."""
+    def data_gather(self, values: torch.Tensor, timeout_s: float | None = None, call: str = "") -> list[torch.Tensor]:
+        """The data-parallel ranks' small CPU tensors, by rank. Raises OrderError if a rank does not answer in time.
+
+        ``call``: what the script has called, for who asks why this rank waits.
+        """
         if self._data is None:
             return [values]
         gathered = [torch.empty_like(values) for _ in range(self._topology.data_size)]
         self._count(values)
         work = dist.all_gather(gathered, values, group=self._data, async_op=True)
-        self._finish(work, timeout_s=timeout_s, span=self._data_span)
+        self._finish(work, timeout_s=timeout_s, span=self._data_span, call=call)
         return gathered
 
     def data_broadcast(self, tensor: torch.Tensor, source: int, label: str) -> None:
@@ -141,7 +144,14 @@ class Control:
         if watch is not None:
             watch.add(f"{OF_STAGES}{label}", begun, begun)
 
-    def _finish(self, work: dist.Work, label: str = "control", timeout_s: float | None = None, span: Span = ALL) -> None:
+    def _finish(
+        self,
+        work: dist.Work,
+        label: str = "control",
+        timeout_s: float | None = None,
+        span: Span = ALL,
+        call: str = "",
+    ) -> None:
         """Wait for ``work``, and serve ranks that wait for this one meanwhile. Raises OrderError."""
         timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
         memory = self._memory
@@ -152,7 +162,8 @@ class Control:
             memory.note_agreement(number)
             missing = partial(memory.absent_from_agreement, number)
         try:
-            with waiting(_AGREEMENT.format(label), missing, span, number):
+            what = f"{call}, which all ranks must call" if call else _AGREEMENT.format(label)
+            with waiting(what, missing, span, number):
                 if memory is not None:
                     with contextlib.suppress(PeerEnded):  # it may have done its part
                         memory.wait_until(work.is_completed, timeout)
