@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ...errors import TopologyError
-from ...log import warn_once
+from ...log import logger, warn_once
 from ...watch.board import Phase, board, is_read, show_board, watch_other_hosts
 from ...watch.launched import is_on_one_host as ranks_on_one_host
 from ...watch.launched import launched
@@ -42,6 +42,7 @@ from ..topology import forget_everyone
 from ..waits import waiting
 from .communicator import forget_all_groups, has_communicators
 from .control import given_up_is_over
+from .statistics import caught_error
 from .transport import drain_all
 from .waiter import Waiter
 
@@ -268,6 +269,7 @@ def shutdown() -> None:
     failed = hasattr(sys, "last_value")  # an unhandled exception
     if not failed:
         board.enter(Phase.LEFT)
+        _tell_of_caught_error()
     drain_all(None if failed else _EXIT_TIMEOUT)
     if not (has_communicators() or _owns_process_group):
         return
@@ -277,6 +279,16 @@ def shutdown() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130 if isinstance(sys.last_value, KeyboardInterrupt) else 1)
+
+
+def _tell_of_caught_error() -> None:
+    """A script that catches RuntimeError for a lack of memory catches what ranks have to say of each other, too."""
+    error = caught_error()
+    if error is not None:
+        logger.error(
+            "the script has come to its end, but it has caught an error of zerorun, after which its ranks may have gone "
+            f"different ways: {error} To catch a lack of memory alone, catch torch.OutOfMemoryError."
+        )
 
 
 def _leave_groups() -> None:

@@ -21,9 +21,23 @@ from ..waits import time_limit, waiting
 from .peer_memory import PeerCollective, PeerLeft, PeersDisagree, number_of
 from .sums import BufferPool
 
+_unanswered: list[OrderError] = []  # the first of this process
+
+
+def caught_error() -> OrderError | None:
+    """The error of the first collective that could not be completed, for who knows that the script goes on; once."""
+    return _unanswered.pop() if _unanswered else None
+
 
 def unanswered(label: str, rank: int, error: BaseException) -> OrderError:
     """Return the error of a collective that ``rank`` cannot complete because of ``error``."""
+    made = _unanswered_by(label, rank, error)
+    if not _unanswered:
+        _unanswered.append(type(made)(str(made)))  # without what its traceback keeps alive
+    return made
+
+
+def _unanswered_by(label: str, rank: int, error: BaseException) -> OrderError:
     what = f"collective '{label}' could not be completed on rank {rank}"
     if isinstance(error, PeersDisagree):
         return OrderError(f"{what}: {error}")
