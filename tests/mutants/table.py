@@ -5236,4 +5236,28 @@ MUTANTS = (
         "            left = None",
         ("tests/ranks/test_open_shards.py", "-k", "script_ends"),
     ),
+    Mutant(
+        "a-rank-that-leaves-out-a-step-is-not-told",
+        "swallowed",
+        "zerorun/engine/outcomes.py",
+        '    if losses and "losses" not in history.advised:',
+        "    if False:",
+        ("tests/ranks/test_agreed_steps.py", "-k", "leaves_out"),
+    ),
+    Mutant(
+        "a-write-of-one-rank-in-a-block-is-taken-for-one-outside",
+        "remedy",
+        "zerorun/zero/gathered_parameters.py",
+        "            model.runtime.guard.take_writes()  # of one rank, which all have now",
+        "            pass",
+        ("tests/ranks/test_agreed_steps.py", "-k", "write_on_one_rank"),
+    ),
+    Mutant(
+        "a-difference-is-told-by-its-place",
+        "remedy",
+        "zerorun/startup/same_model.py",
+        "    if told:",
+        "    if False:",
+        ("tests/unit/test_same_model.py",),
+    ),
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from test_bad_input import attempt
 from test_foreign_values import build as plain_model
@@ -16,8 +17,10 @@ from torch import nn
 from training import make_config
 
 import zerorun
+from zerorun import log
 from zerorun.errors import PipelineError
 from zerorun.zero import (
+    GatheredParameters,
     safe_get_full_fp32_param,
     safe_get_local_fp32_param,
     safe_set_full_fp32_param,
@@ -203,6 +206,88 @@ def test_steps_of_ranks_are_of_one_kind(stage: int, way: str, words: str) -> Non
     for (kind, text), stayed, goes_on in run_ranks(2, differing, stage, way):
         assert kind == "StepError" and words in text, text
         assert stayed and goes_on
+
+
+def warned(*words: str) -> int:
+    return sum(all(word in text for word in words) for text in log._warned)
+
+
+def leave_out_steps(stage: int, left_out: int, weighted: bool) -> list[int]:
+    """How many warn of it after each step: rank 1 leaves out step() after some micro-batches of the second one."""
+    engine = zerorun.initialize(plain_model(), make_config(stage, gradient_accumulation_steps=2))
+    given: dict[str, Any] = {"weight": 1} if weighted else {}
+    found = []
+    for number in range(3):
+        for _ in range(left_out if number == 1 and dist.get_rank() == 1 else 0):
+            engine.backward(engine(data()).square().mean(), **given)
+        for _ in range(2):
+            engine.backward(engine(data()).square().mean(), **given)
+            engine.step()
+        found.append(warned("rank 1 has called backward() 4 times for this step, and rank 0 2 times", "weight=..."))
+    return found
+
+
+@pytest.mark.parametrize("stage", by_day((0, 1), 0))
+def test_a_rank_that_leaves_out_a_step_is_told(stage: int) -> None:
+    """Its gradients counted twice, without a word. With weights they count as the script says."""
+    assert run_ranks(2, leave_out_steps, stage, 2, False) == [[0, 1, 1]] * 2
+    assert run_ranks(2, leave_out_steps, stage, 0, False) == [[0, 0, 0]] * 2
+    assert run_ranks(2, leave_out_steps, stage, 2, True) == [[0, 0, 0]] * 2
+
+
+def write_to_head(stage: int, way: str) -> int:
+    """How many warn of a write to a parameter that is always whole here."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.blocks = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    model.head = nn.Linear(8, 4)
+    engine = zerorun.initialize(model, make_config(stage))
+    rank, head = dist.get_rank(), model.head.weight
+    for number in range(2):
+        if number == 1 and way == "block":
+            with GatheredParameters(head, modifier_rank=1), torch.no_grad():
+                head.fill_(float(rank))
+        elif number == 1 and (way == "all" or rank == 1):
+            with torch.no_grad():
+                head[0].fill_(1.0)
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+    return warned("rank 1 has written in place to parameters 1 times", "rank 0 0 times ('head.weight')")
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("stage", (0, 1, 2, 3))
+@pytest.mark.parametrize(("way", "warns"), (("alone", 1), ("all", 0), ("block", 0)))
+def test_a_write_on_one_rank_is_told(stage: int, way: str, warns: int) -> None:
+    """The other ranks had other weights from there on, or a part of them, without a word."""
+    assert run_ranks(2, write_to_head, stage, way) == [warns] * 2
+
+
+def apart_in_a_pipeline(way: str) -> tuple[str, str]:
+    engine, rank = pipeline(), dist.get_rank()
+    engine.train_batch(batch(0))
+    if way == "evaluates" and rank == 1:
+        return attempt(lambda: engine.eval_batch(batch(1)))
+    micro_batches = list(batch(1))[: 0 if way == "ended" and rank == 1 else 9]
+    if way == "over":
+        micro_batches = []
+    try:
+        return attempt(lambda: engine.train_batch(iter(micro_batches)))
+    except StopIteration as error:
+        return "StopIteration", str(error)
+
+
+@pytest.mark.parametrize(
+    ("way", "kind", "words"),
+    [
+        ("evaluates", "PipelineError", "train_batch() was called on rank 0, and eval_batch() on rank 1, at step 1"),
+        ("ended", "StopIteration", "the data of rank 1 has ended, and that of other ranks has not"),
+        ("over", "StopIteration", "the data has ended. Remedy"),
+    ],
+)
+def test_stages_that_do_not_do_the_same_are_named(way: str, kind: str, words: str) -> None:
+    for found, text in run_ranks(2, apart_in_a_pipeline, way):
+        assert found == kind and words in text, text
 
 
 def other_optimizers(kind: str) -> tuple[str, str]:

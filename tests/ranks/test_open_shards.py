@@ -294,8 +294,12 @@ for batch in range(9):
         sys.exit(0)
     if batch == 6 and call == "save_checkpoint":
         engine.save_checkpoint(sys.argv[3])
-    engine.backward(engine(torch.ones(2, 16)).square().mean())
-    engine.step()
+    try:
+        engine.backward(engine(torch.ones(2, 16)).square().mean())
+        engine.step()
+    except RuntimeError:
+        if call != "catches":
+            raise
 """
 
 
@@ -314,3 +318,12 @@ def test_a_rank_whose_script_ends_before_the_others_is_named(stage: int, call: s
         "Remedy: let all ranks make the same calls of the engine, those that save and evaluate, too; "
     )
     assert told in errors
+
+
+def test_a_script_that_catches_what_ranks_have_to_say_is_told_at_its_end(tmp_path: Path) -> None:
+    """It may mean a lack of memory, and end as if all had gone well."""
+    with start_ranks(2, LEAVING, "1", "catches", str(tmp_path)) as (first, second):
+        ends = [script.finish(60 * patience()) for script in (second, first)]
+    assert [code for code, *_ in ends] == [0, 0]
+    assert "it has caught an error of zerorun" not in ends[0][2]
+    assert "it has caught an error of zerorun" in ends[1][2] and "catch torch.OutOfMemoryError" in ends[1][2]
