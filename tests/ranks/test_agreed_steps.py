@@ -246,7 +246,8 @@ def write_to_head(stage: int, way: str) -> int:
     for number in range(2):
         if number == 1 and way == "block":
             with GatheredParameters(head, modifier_rank=1), torch.no_grad():
-                head.fill_(float(rank))
+                if rank == 1:
+                    head.fill_(1.0)
         elif number == 1 and (way == "all" or rank == 1):
             with torch.no_grad():
                 head[0].fill_(1.0)
