@@ -219,8 +219,7 @@ class GatheredParameters:
             return
         edited, reshaped = self._release_unsettled(keep=kind is None), self._reshaped() if kind is None else []
         lost = self._lost_anywhere() if kind is None else []
-        models = list({id(shown.model): shown.model for shown in self._held}.values())
-        for model in models:
+        for model in {id(shown.model): shown.model for shown in self._held}.values():
             model.blocks.remove(self)
         _open.discard(self)
         for shown in self._held:
@@ -238,8 +237,7 @@ class GatheredParameters:
                 edited.append(home.name)
                 self._undo(shown)
             _let_go(home)
-        for model in models:
-            model.runtime.guard.take_writes()  # of one rank, which all have now
+            model.runtime.guard.forget_writes(param)
         self._held, self._lost, self._dropped, self._has_shown_new = [], [], [], False
         if reshaped:
             raise ModelError(

@@ -201,17 +201,21 @@ class ScriptGuard:
             warn_once(problem)
         self._looks, self._counted = self._looks + 1, counted
 
-    def _versions_now(self) -> list[int]:
-        return [_writes(param) for _, param in self._named]
+    def _versions_now(self) -> dict[int, int]:
+        return {id(param): _writes(param) for _, param in self._named}
+
+    def forget_writes(self, param: nn.Parameter) -> None:
+        """What was written to ``param`` on this rank, all ranks have now."""
+        if id(param) in self._versions:
+            self._versions[id(param)] = _writes(param)
 
     def take_writes(self) -> int:
         """How many writes in place to parameters torch has counted since the last call; ``param.data.mul_()`` is none."""
         before, self._versions = self._versions, self._versions_now()
         if before == self._versions:
             return 0
-        pairs = list(zip(self._named, before, self._versions, strict=True))
-        self.written = [name for (name, _), old, new in pairs if old != new]
-        return sum(new - old for _, old, new in pairs)
+        self.written = [name for name, param in self._named if before[id(param)] != self._versions[id(param)]]
+        return sum(self._versions.values()) - sum(before.values())
 
     def look(self) -> None:
         """Raise ModelError or ReleasedParameterError if a parameter has values that the shards do not have."""
