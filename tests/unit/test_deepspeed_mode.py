@@ -23,7 +23,8 @@ BEGIN = "import zerorun.deepspeed; zerorun.deepspeed.activate()\n"
 def run(text: str, folder: Path, *, fresh: bool = False, **variables: str) -> subprocess.CompletedProcess[str]:
     """A program in a process of its own, in an empty folder; ``fresh``: in which nothing has been imported."""
     if not fresh:
-        script = start_script(f"import os; os.chdir({str(folder)!r})\n{text}", **variables)
+        begin = f"import os, sys; os.chdir({str(folder)!r}); sys.path.insert(0, '')\n"  # as ``-c`` does
+        script = start_script(begin + text, **variables)
         return subprocess.CompletedProcess([], *script.finish(60 * patience()))
     environment = {**os.environ, **variables}
     command = [sys.executable, "-c", text]
@@ -69,9 +70,13 @@ print(comm is deepspeed.comm, deepspeed.zero.ZeroParamStatus is ZeroParamStatus,
     assert printed(text, tmp_path) == ["0.19.8", "0.19.8 True True", "True True True"]
 
 
-def test_ranks_meet_where_the_script_says(tmp_path: Path) -> None:
+HAS_NCCL = "import torch.distributed as d; d.is_nccl_available = lambda: True\n"  # but no GPU, as most laptops
+
+
+@pytest.mark.parametrize("begin", [BEGIN, BEGIN + HAS_NCCL], ids=["", "has NCCL"])
+def test_ranks_meet_where_the_script_says(tmp_path: Path, begin: str) -> None:
     given = f'init_method="file://{tmp_path}/meet", rank=0, world_size=1'
-    text = BEGIN + f"import deepspeed\ndeepspeed.init_distributed({given})\nprint(deepspeed.comm.get_world_size())"
+    text = begin + f"import deepspeed\ndeepspeed.init_distributed({given})\nprint(deepspeed.comm.get_world_size())"
     assert printed(text, tmp_path) == ["1"]
 
 

@@ -171,7 +171,5 @@ def init_distributed(
     """
     _refuse_strangers(dist_init_required)
     if init_method is not None and not dist.is_initialized():
-        limit = {} if timeout is None else {"timeout": timeout}
-        dist.init_process_group("cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo", init_method=init_method,
-                                rank=rank, world_size=world_size, **limit)  # fmt: skip
+        process_group.meet_at(init_method, rank, world_size, dist_backend=dist_backend, timeout=timeout)
     process_group.init_distributed(dist_backend=dist_backend, timeout=timeout)

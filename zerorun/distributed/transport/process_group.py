@@ -57,6 +57,7 @@ _LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048  # ranks that may connect at once
 _ANSWER_TIMEOUT = timedelta(seconds=0.5)  # of rank 0, before a rank looks whether it was an earlier one that it asked
 _MOST_NAMED = 8  # ranks without a GPU that an error names
+_LIMIT = timedelta(minutes=30)  # of a rendezvous and a collective, unless somebody says another: that of torch for gloo
 _owns_process_group = False
 
 _BACKENDS = ("nccl", "gloo", "mpi", "ccl")  # that scripts name
@@ -96,9 +97,8 @@ def init_distributed(
     if dist.is_initialized():
         _watch_in_a_group_of_others()
         return
-    timeout_s = timeout.total_seconds() if timeout is not None else timeout_s
+    limit = timeout if timeout is not None else timedelta(seconds=timeout_s) if timeout_s else _LIMIT
     rank, world_size, address = _rendezvous()
-    limit = timedelta(seconds=timeout_s or 1800)
     if _is_one_host(address) and sys.platform == "linux":
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
@@ -112,6 +112,22 @@ def init_distributed(
         backends = _backends(device, store, rank, world_size, dist_backend)
         dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=limit)
     board.write(MET=time.monotonic_ns())
+    _owns_process_group = True
+
+
+def meet_at(url: str, rank: int, world_size: int, *, dist_backend: str | None, timeout: timedelta | None) -> None:
+    """Join the process group of the ranks that meet at ``url``: torch's own rendezvous, such as "tcp://" or "file://".
+
+    ``rank`` and ``world_size`` are -1 where ``url`` or the environment says them. The rest is as in ``init_distributed``.
+    """
+    global _owns_process_group
+    device, limit = default_device(), timeout or _LIMIT
+    select(device)
+    store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=limit))
+    store.set_timeout(limit)
+    store = dist.PrefixStore("zerorun", store)
+    backends = _backends(device, store, rank, world_size, dist_backend)
+    dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=limit)
     _owns_process_group = True
 
 
