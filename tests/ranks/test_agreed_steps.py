@@ -161,13 +161,11 @@ def test_no_batch_follows_one_that_failed_on_its_way() -> None:
     )
 
 
-def own_rate(engine: zerorun.Engine, scale: float) -> Callable[[], None]:
-    def change() -> None:
-        assert engine.optimizer is not None
-        for group in engine.optimizer.param_groups:
-            group["lr"] *= scale
-
-    return change
+def own_rate(engine: zerorun.Engine, key: str, scale: float) -> None:
+    assert engine.optimizer is not None
+    for group in engine.optimizer.param_groups:
+        old = group[key]
+        group[key] = tuple(value * scale for value in old) if isinstance(old, tuple) else old * scale
 
 
 def differing(stage: int, way: str) -> tuple[tuple[str, str], bool, bool]:
@@ -182,14 +180,15 @@ def differing(stage: int, way: str) -> tuple[tuple[str, str], bool, bool]:
 
     step()
     before = engine.state_dict()
-    if way == "rates":
-        own_rate(engine, 1.0 + rank)()
+    changed = way if way in ("lr", "betas", "weight_decay") else ""
+    if changed and rank:
+        own_rate(engine, changed, 0.5)
     given: dict[str, Any] = {"weight": (3, None)[rank]} if way == "weights" else {}
     said = attempt(lambda: step(**given))
     after = engine.state_dict()
     stayed = all(torch.equal(value, after[name]) for name, value in before.items())
-    if way == "rates":
-        own_rate(engine, 1.0 / (1 + rank))()
+    if changed and rank:
+        own_rate(engine, changed, 2.0)
     step()
     return said, stayed, engine.global_steps == 2
 
@@ -197,10 +196,13 @@ def differing(stage: int, way: str) -> tuple[tuple[str, str], bool, bool]:
 @pytest.mark.parametrize(
     ("way", "words"),
     [
-        ("rates", "rank 1 has the learning rates [0.006], and rank 0 [0.003]"),
+        ("lr", "the optimizer of rank 1 has [0.0015] as 'lr' of its groups, and that of rank 0 [0.003]"),
+        ("betas", "the optimizer of rank 1 has [0.45, 0.4995] as 'betas' of its groups, and that of rank 0 [0.9, 0.999]"),
+        ("weight_decay", "rank 1 has [0.05] as 'weight_decay' of its groups, and that of rank 0 [0.1]"),
         ("weights", "divide the gradients of this step by different numbers"),
     ],
 )
+@pytest.mark.each_value
 @pytest.mark.parametrize("stage", (0, 1, 3))
 def test_steps_of_ranks_are_of_one_kind(stage: int, way: str, words: str) -> None:
     for (kind, text), stayed, goes_on in run_ranks(2, differing, stage, way):
@@ -233,6 +235,52 @@ def test_a_rank_that_leaves_out_a_step_is_told(stage: int) -> None:
     assert run_ranks(2, leave_out_steps, stage, 2, False) == [[0, 1, 1]] * 2
     assert run_ranks(2, leave_out_steps, stage, 0, False) == [[0, 0, 0]] * 2
     assert run_ranks(2, leave_out_steps, stage, 2, True) == [[0, 0, 0]] * 2
+
+
+def freeze_head(stage: int, everywhere: bool) -> int:
+    """How many warn of parameters that are frozen, in the second of three steps, on rank 1 or everywhere."""
+    engine = zerorun.initialize(plain_model(), make_config(stage))
+    for number in range(3):
+        for param in list(engine.module.parameters())[-2:] if everywhere or dist.get_rank() else ():
+            param.requires_grad_(number != 1)
+        engine.backward(engine(data()).square().mean())
+        engine.step()
+    return warned("rank 1 has frozen 2 parameters that others train (", "and rank 0 0.")
+
+
+@pytest.mark.parametrize("stage", by_day((0, 1, 3), 0, 3))
+def test_parameters_that_one_rank_has_frozen_are_told(stage: int) -> None:
+    """Its data had no part in their gradients, without a word."""
+    assert run_ranks(2, freeze_head, stage, False) == [1, 1]
+    assert run_ranks(2, freeze_head, stage, True) == [0, 0]
+
+
+class FailsInTrial(torch.optim.SGD):
+    """An optimizer of a script that fails on rank 1 where initialize() tries what it needs."""
+
+    def step(self, closure: Any = None) -> Any:
+        if dist.get_rank() == 1:
+            raise ValueError("planted")
+        return super().step(closure)
+
+
+def begin_with_one_that_fails() -> tuple[str, str]:
+    model = plain_model()
+    return attempt(
+        lambda: zerorun.initialize(model, without_optimizer(), optimizer=FailsInTrial(model.parameters(), lr=0.1))
+    )
+
+
+def without_optimizer() -> dict[str, Any]:
+    config = make_config(1)
+    del config["optimizer"]
+    return config
+
+
+def test_an_optimizer_that_fails_on_one_rank_is_told_before_anything_is_divided() -> None:
+    """The parts were others on each rank, and the first collective failed for their sizes."""
+    for kind, text in run_ranks(2, begin_with_one_that_fails):
+        assert kind == "ModelError" and "'trial of FailsInTrial: it updates whole parameters'" in text, text
 
 
 def write_to_head(stage: int, way: str) -> int:

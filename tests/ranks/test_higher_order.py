@@ -120,6 +120,39 @@ def test_penalties_on_gradients_train_as_in_one_process(
         assert torch.allclose(mean, torch.tensor(losses), rtol=1e-5, atol=1e-7)
 
 
+def only_on_one(loss: Callable[..., torch.Tensor], stage: int) -> float:
+    """How far weights get from those of one process, where rank 1 alone looks at gradients of its input."""
+    config = make_config(stage, optimizer="SGD", gradient_accumulation_steps=2, gradient_clipping=0.0)
+    engine, alone = zerorun.initialize(build(recompute=False), config), build(recompute=False)
+    optimizer = torch.optim.SGD(alone.parameters(), **config["optimizer"]["params"])
+
+    def loss_of(model: Model, rank: int, number: int) -> torch.Tensor:
+        return (loss if rank else usual)(model, data(rank, number))
+
+    for step in range(2 * STEPS):
+        engine.backward(loss_of(engine, dist.get_rank(), step))
+        engine.step()
+        for rank in range(2):
+            (loss_of(alone, rank, step) / 4).backward()
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = engine.state_dict()
+    engine.destroy()
+    return max(float((found[name] - value).abs().max()) for name, value in alone.state_dict().items())
+
+
+def usual(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return F.softplus(model(x)).mean()
+
+
+@pytest.mark.parametrize("loss", (zero_centred, first_order))
+@pytest.mark.parametrize("stage", (0, 1, 2))
+def test_gradients_of_inputs_are_no_matter_of_other_ranks(stage: int, loss: Callable[..., torch.Tensor]) -> None:
+    """Where each has all weights, as in DistributedDataParallel. The backward of one rank waited for that of another."""
+    assert max(run_ranks(2, only_on_one, loss, stage)) < 1e-6
+
+
 def through_the_step(stage: int) -> dict[str, torch.Tensor]:
     """``loss.backward(create_graph=True)``: the engine keeps the gradients' values, not their graph."""
     engine = zerorun.initialize(build(recompute=False), make_config(stage, optimizer="SGD"))

@@ -459,11 +459,11 @@ class Accumulation:
         random numbers."""
         self._compared += number if math.isfinite(number) else 0.0
 
-    def told(self, wishes: Sequence[int], rates: float | None, writes: int | None, *, must_know: bool) -> Told:
+    def told(self, wishes: Sequence[int], alike: Sequence[float | None], *, must_know: bool) -> Told:
         """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step.
 
-        By what losses divide gradients must be the same on all ranks that have any: 0 stands for weights of their own. So
-        must ``rates``. The number of losses that are averaged, and that of ``writes`` to parameters, should be.
+        What must be the same on all ranks that have it: by what losses divide gradients, where 0 stands for weights of
+        their own; the number of losses that are averaged; and what else is to be ``alike``.
         """
         divisor = (
             None if self._mode is None else 0 if self.is_weighted else 1 if self._mode == "sum" else self.batch.accumulation
@@ -477,7 +477,7 @@ class Accumulation:
             self._weight,
             self._compared,
             wishes,
-            (divisor, rates, self._given if self._mode == "mean" else None, writes),
+            (divisor, self._given if self._mode == "mean" else None, *alike),
             self._first_data.told(),
             unread,
             must_know,

@@ -45,11 +45,10 @@ from .outcomes import (
     UnsettledStep,
     advise_differing,
     advise_own_data,
+    alike_of,
     is_refused,
-    rates_of,
     refuse_changes,
     refuse_differing,
-    writes_of,
 )
 from .saving import automatic_saves_of
 
@@ -308,8 +307,7 @@ class Engine(CurvatureTaking):
         asked = saves.wishes() if saves is not None else ()
         wishes = (board.wanted_trace, self.accumulation.backwards, is_refused(self.sharded_model), *asked)
         must_know = self.lr_scheduler is not None and not has_state(self.lr_scheduler)
-        rates, writes = rates_of(self.sharded_model), writes_of(self.sharded_model)
-        told = self.accumulation.told(wishes, rates, writes, must_know=must_know)
+        told = self.accumulation.told(wishes, alike_of(self.sharded_model), must_know=must_know)
         summary = self.sharded_model.norm(told)
         trace, backwards, refusals, *others = summary.wishes
         backwards = -(-backwards // self.topology.world_size)  # some ranks may have had no gradients in some of them
@@ -321,9 +319,9 @@ class Engine(CurvatureTaking):
                 agree(lambda: refuse_changes(self.sharded_model), self.sharded_model.comm.control.values)
             self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
             refuse_no_backward(backwards)
-            other_divisors, other_rates, other_losses, other_writes = summary.differing
-            refuse_differing(self.sharded_model, divisors=other_divisors, rates=other_rates)
-            advise_differing(self.sharded_model, self.history, told, losses=other_losses, writes=other_writes)
+            divisors, losses, rates, writes, frozen = summary.differing
+            refuse_differing(self.sharded_model, divisors=divisors, rates=rates)
+            advise_differing(self.sharded_model, self.history, told, losses=losses, writes=writes, frozen=frozen)
             if summary.same_data:
                 advise_own_data(self.topology.data_parallel_size)
             self._update(summary, backwards, lr_kwargs)

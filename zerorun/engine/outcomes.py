@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -31,6 +32,7 @@ from .reports import LoopQueries, Reports
 # The largest relative difference between losses that ranks compute from the same activations.
 _APART = 1e-4
 _MOST_NAMED = 3
+_NO_RATE = 1e-12  # beside which a rate of 0 is none
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")  # that a checkpoint stores
 # Training ends after so many steps in a row without finite gradients: in bf16, where no loss scale can mend it, and in fp16
 # with a static loss scale, which an overflow leaves as it is.
@@ -213,17 +215,32 @@ def refuse_changes(model: ShardedModel) -> None:
     model.optimizer.refuse_changed_needs()
 
 
-def rates_of(model: ShardedModel) -> float | None:
-    """A number that tells the learning rates of this rank; None where others may have their own, as pipeline stages."""
+def alike_of(model: ShardedModel) -> tuple[float | None, int | None, int | None]:
+    """What ranks must have alike in a step: rates, writes to parameters, and frozen ones; None where stages have others.
+
+    Of rates it is a sum of logarithms, in which a change by the same factor is as large for a small one as for a large one.
+    """
+    guard = model.runtime.guard
+    writes, frozen = guard.take_writes(), len(guard.frozen_since())
+    if model.comm.topology.pipe > 1:
+        return None, None, None
+    rates = (math.log(abs(rate) + _NO_RATE) for _, rate in _rates(model))
+    return sum(math.sin(1 + place) * rate for place, rate in enumerate(rates)), writes, frozen
+
+
+def _rates(model: ShardedModel) -> Iterator[tuple[str, float]]:
+    """(key, value) of all that parameter groups have in fractions, as rates, decays and betas; NaN and infinities aside."""
     assert model.optimizer is not None
-    rates: list[Any] = [group.get("lr") for group in model.optimizer.optimizer.param_groups]
-    if model.comm.topology.pipe > 1 or not all(isinstance(rate, (int, float)) for rate in rates):
-        return None
-    return float(sum(number * rate for number, rate in enumerate(rates, 1)))
+    for group in model.optimizer.optimizer.param_groups:
+        for key in model.optimizer.optimizer.defaults:
+            value = group.get(key)
+            for number in value if isinstance(value, tuple) else (value,):
+                if isinstance(number, float) and math.isfinite(number):
+                    yield key, number
 
 
 def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> None:
-    """Raise StepError, on all ranks alike, if ``divisors`` of gradients differ between ranks, or learning ``rates``."""
+    """Raise StepError, on all ranks alike, if ``divisors`` of gradients differ between ranks, or their ``rates``."""
     if divisors:
         raise StepError(
             "ranks divide the gradients of this step by different numbers: backward() was called with weight=... or "
@@ -231,26 +248,24 @@ def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> Non
             "before this step. Remedy: do the same on all ranks; where nothing counts, pass weight=0."
         )
     if rates:
-        assert model.optimizer is not None
-        found = model.comm.control.values([group["lr"] for group in model.optimizer.optimizer.param_groups])
+        found = model.comm.control.values(list(_rates(model)))
         other = first_other(found) or 0
+        key = next((theirs[0] for ours, theirs in zip(found[0], found[other], strict=False) if ours != theirs), "lr")
+        theirs, ours = ([value for name, value in found[rank] if name == key] for rank in (other, 0))
         raise StepError(
-            f"rank {other} has the learning rates {found[other]}, and rank 0 {found[0]}. Weights are as before the step. "
-            "Remedy: give all ranks the same rates and schedule, and one that watches a metric its mean over all ranks."
+            f"the optimizer of rank {other} has {theirs} as {key!r} of its groups, and that of rank 0 {ours}. Weights are "
+            "as before the step. Remedy: give all ranks the same rates, settings and schedule, and one that watches a "
+            "metric its mean over all ranks."
         )
 
 
-def writes_of(model: ShardedModel) -> int | None:
-    """How often the script has written to parameters here; None where other ranks may have others, as pipeline stages."""
-    writes = model.runtime.guard.take_writes()
-    return None if model.comm.topology.pipe > 1 else writes
-
-
-def advise_differing(model: ShardedModel, history: History, told: Told, *, losses: bool, writes: bool) -> None:
-    """Warn, once, if ranks have averaged other numbers of ``losses``, or have ``told`` of other numbers of ``writes``."""
+def advise_differing(
+    model: ShardedModel, history: History, told: Told, *, losses: bool, writes: bool, frozen: bool
+) -> None:
+    """Warn, once, if ranks have ``told`` of other numbers of averaged ``losses``, of ``writes``, or of ``frozen`` ones."""
     if losses and "losses" not in history.advised:
         history.advised.add("losses")
-        most, least, found = _extremes(model.comm.control.values(told.alike[2]))
+        most, least, found = _extremes(model.comm.control.values(told.alike[1]))
         warn_once(
             f"rank {most} has called backward() {found[most]} times for this step, and rank {least} {found[least]} times. "
             "All losses are divided by the same number, so those of ranks with more count more. Remedy: let each rank call "
@@ -266,6 +281,15 @@ def advise_differing(model: ShardedModel, history: History, told: Told, *, losse
             f"{found[least]} times ({', '.join(names)}). From here on ranks have different weights at stage 0; at the "
             "others, each part of them is that of the rank which keeps it. Remedy: write the same on all ranks, or in a "
             "block of zerorun.zero.GatheredParameters(params, modifier_rank=...), which gives all ranks the values of one."
+        )
+    if frozen and "frozen" not in history.advised:
+        history.advised.add("frozen")
+        most, least, found = _extremes(model.comm.control.values(told.alike[4]))
+        names = model.comm.control.values(list(map(repr, model.runtime.guard.frozen_since()[:_MOST_NAMED])))[most]
+        warn_once(
+            f"rank {most} has frozen {found[most]} parameters that others train ({', '.join(names)}), and rank {least} "
+            f"{found[least]}. They are trained on all ranks, as if the data of rank {most} gave them no gradient. Remedy: "
+            "call requires_grad_() alike on all ranks."
         )
 
 

@@ -139,6 +139,8 @@ def _settings(raw: RawOptimizer) -> Iterator[str]:
     for number, group in enumerate(raw.groups):
         plain = {key: value for key, value in sorted(group.items()) if isinstance(value, (bool, int, float, str, tuple))}
         yield f"group {number} of {name}: {plain}"
+    if raw.groups:
+        yield f"trial of {name}: it updates {'whole parameters' if raw.whole else 'any elements'}"
 
 
 def _explain_difference(lines: list[str], rank: int, first: int, what: str) -> None:

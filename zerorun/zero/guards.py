@@ -217,6 +217,11 @@ class ScriptGuard:
         self.written = [name for name, param in self._named if before[id(param)] != self._versions[id(param)]]
         return sum(self._versions.values()) - sum(before.values())
 
+    def frozen_since(self) -> list[str]:
+        """Names of the parameters that are trained, and that the script has frozen, for a while or for good."""
+        trained = (pair for unit in self._units for g in unit.trainable for pair in zip(g.names, g.params, strict=True))
+        return [name for name, param in trained if not param.requires_grad]
+
     def look(self) -> None:
         """Raise ModelError or ReleasedParameterError if a parameter has values that the shards do not have."""
         self.refuse_replaced()

@@ -44,6 +44,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
 from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
@@ -431,14 +432,20 @@ class Runtime:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> ExecutionTrace:
-        interrupted = self._forward
+        # No matter of other ranks: weights are here, and it leaves no gradients of them.
+        is_own = not self.plan.shares_params and not leaves_gradients(self.units)
+        interrupted = None if is_own else self._forward
         if interrupted is not None:
             self._end_forward(interrupted)
         if self.made.states.away:
-            self.made.states.bring_back(WEIGHTS, SLOTS, *GRADIENTS)
-        self.reducer.begin(watches=not self._part.held)
-        self._backward = self.gathers.begin_backward(self.take_passes())
-        Variable._execution_engine.queue_callback(partial(self._post_backward, self._backward, interrupted))
+            self.made.states.bring_back(WEIGHTS, SLOTS, *(() if is_own else GRADIENTS))
+        if is_own:
+            self._backward, end = ExecutionTrace("own", None), partial(setattr, self, "_backward", None)
+        else:
+            self.reducer.begin(watches=not self._part.held)
+            self._backward = self.gathers.begin_backward(self.take_passes())
+            end = partial(self._post_backward, self._backward, interrupted)
+        Variable._execution_engine.queue_callback(end)
         return self._backward
 
     @uncompiled
@@ -506,6 +513,24 @@ class Runtime:
         self.reducer.forget()
         self._on_inputs.remove()
         self._inside.forget_inputs()
+
+
+def leaves_gradients(units: Iterable[Unit]) -> bool:
+    """True unless the backward that is running is certain to leave no trained parameter of ``units`` a gradient.
+
+    A plain backward goes to all leaves, of which some may be hidden in a node that has a backward of its own inside. Others
+    have told autograd where they go: torch.autograd.grad, which returns gradients, and backward(inputs=...).
+    """
+    is_plain = torch.autograd._is_checkpoint_valid()  # type: ignore[no-untyped-call]
+    if is_plain:
+        return True
+    for param in (param for unit in units for group in unit.trainable for param in group.params if param.requires_grad):
+        try:
+            if torch._C._will_engine_execute_node(get_gradient_edge(param).node):  # type: ignore[attr-defined]
+                return True
+        except RuntimeError:  # its gradient is returned
+            return False
+    return False
 
 
 def weights_edited(runtime: Runtime, unit: Unit) -> None:
