@@ -215,6 +215,7 @@ def beside_weights(stage: int) -> dict[str, Any]:
         "buffer": {**best, "embed.weight": best["embed.weight"] + 1, "norm.running_mean": torch.zeros(9)},
         "none": None if dist.get_rank() == 1 else best,
         "other": {} if dist.get_rank() == 1 else best,
+        "values": {**best, "norm.weight": best["norm.weight"] + dist.get_rank()},
         "lazy": Lazy(best),
         "placeholder": {**best, "norm.bias": torch.zeros(8).as_subclass(UnsavedPlaceholder)},
     }
@@ -249,6 +250,7 @@ def test_what_is_beside_weights_and_what_is_wrong(stage: int) -> None:
         assert "'embed.weight' is list" in told["kind"]
         assert "the weights are NoneType, and no dict" in told["none"]
         assert "rank 1 gives other names than rank 0. Nothing was loaded" in told["other"]
+        assert "ranks 0 and 1 give other values for 'norm.weight'. Nothing was loaded" in told["values"]
         assert "OSError: planted. Nothing was loaded" in told["lazy"]
         assert "'norm.running_mean' is (9,), and not a tensor of shape (8,)" in told["buffer"]
         assert "'norm.bias' is a placeholder" in told["placeholder"] and told["names"] == (True, False, ["other"])

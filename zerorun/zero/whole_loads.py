@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX, _IncompatibleKeys
 
 from ..distributed.agreement import agree, first_other
+from ..distributed.same_data import checksum
 from ..errors import CheckpointError, ZerorunError
 from ..log import listed
 from ..plan.weights import inside
@@ -25,7 +26,8 @@ class _Plan:
     """What a rank is to do."""
 
     members: list[tuple[torch.Tensor, torch.Tensor]]  # what units have, and this rank's part of what it gets
-    rest: dict[str, Any]  # buffers and extra state, by name
+    rest: dict[str, Any]  # buffers and extra state, by name; they may be others on each rank, as statistics are
+    sums: dict[str, int | None]  # checksums of values for parameters
 
 
 def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
@@ -35,7 +37,8 @@ def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, str
 
     Masters have the digits of values that are wider than the weights; elsewhere they keep those that weights lack, where a
     weight stays the same. Raises CheckpointError for names of another model, and for weights that were quantised with other
-    scales, and ModelError for values of another shape, on all ranks alike. Nothing is changed then.
+    scales or are seen to be others on some ranks, and ModelError for values of another shape, on all ranks alike. Nothing
+    is changed then.
     """
     own = model.runtime.guard.own_state_dict(model.module)
     gather = model.comm.control.values
@@ -47,6 +50,7 @@ def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, str
             return _planned(model, own, weights, differing, strict=strict)
 
     plan = agree(plan_alone, gather)
+    _refuse_other_values(plan.sums, gather)
     model.make_ready()
     what = "some weights" if differing.missing_keys else "weights"  # what ranks may have edited otherwise stays so
     with model.half_loaded.loading("a state dict", what):
@@ -90,17 +94,19 @@ def _planned(
     if strict:
         _refuse_other_names(differing)
     buffers = dict(model.module.named_buffers(remove_duplicate=False))
-    plan = _Plan([], {})
+    plan = _Plan([], {}, {})
     for name in (name for name in own if name in weights):
-        members = list(_members(model, name, own[name], weights[name]))
+        value = weights[name]  # once: it may be read from a file
+        members = list(_members(model, name, own[name], value))
         if members:
             plan.members.extend(members)
+            plan.sums[name] = checksum([inner for _, inner in inside(value)])
         elif name in buffers or name.endswith(_EXTRA_STATE_KEY_SUFFIX):
             if name in buffers:
-                refuse_other_shape(name, buffers[name].shape, weights[name], "load_state_dict")
-            plan.rest[name] = weights[name]
+                refuse_other_shape(name, buffers[name].shape, value, "load_state_dict")
+            plan.rest[name] = value
         else:
-            _refuse_other_scales(name, own[name], weights[name])
+            _refuse_other_scales(name, own[name], value)
     return plan
 
 
@@ -117,6 +123,24 @@ def _members(model: ShardedModel, name: str, own: Any, given: Any) -> Iterator[t
         if id(tensor) in model.homes:
             value = values.get(path, given)
             yield tensor, part_of_value(model, model.homes[id(tensor)], value, "load_state_dict")
+
+
+def _refuse_other_values(sums: Mapping[str, int | None], gather: Callable[[Any], list[Any]]) -> None:
+    """Raise CheckpointError, on all ranks alike, if ranks give other values for a parameter: each would keep its own part.
+
+    ``sums``: by the name of each parameter.
+    """
+    found = gather((checksum(list(sums)), checksum(list(sums.values()))))
+    first = {of_names: rank for rank, (of_names, _) in reversed(list(enumerate(found)))}  # stages have their own names
+    other = next((rank for rank, (of_names, values) in enumerate(found) if values != found[first[of_names]][1]), 0)
+    one = first[found[other][0]]
+    if other:
+        told = gather(sums)
+        name = next(name for name, value in told[other].items() if value != told[one].get(name))
+        raise CheckpointError(
+            f"load_state_dict(): ranks {one} and {other} give other values for {name!r}. Nothing was loaded. Remedy: give "
+            "all ranks the same weights, reading the file on each."
+        )
 
 
 def _refuse_other_scales(name: str, own: Any, given: Any) -> None:
