@@ -5136,7 +5136,7 @@ MUTANTS = (
         "other-scales-are-passed-over",
         "swallowed",
         "zerorun/zero/whole_loads.py",
-        "            _refuse_other_scales(name, own[name], weights[name])",
+        "            _refuse_other_scales(name, own[name], value)",
         "            pass",
         ("tests/ranks/test_whole_loads.py", "-k", "packed"),
     ),
