@@ -329,7 +329,7 @@ def apart_in_a_pipeline(way: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("way", "kind", "words"),
     [
-        ("evaluates", "PipelineError", "train_batch() was called on rank 0, and eval_batch() on rank 1, at step 1"),
+        ("evaluates", "PipelineError", "train_batch() was called on rank 0, and eval_batch() on rank 1, at step 2"),
         ("ended", "StopIteration", "the data of rank 1 has ended, and that of other ranks has not"),
         ("over", "StopIteration", "the data has ended. Remedy"),
     ],

@@ -177,7 +177,7 @@ def mean_of_nothing(engine: zerorun.Engine, number: int) -> None:
 Planted = Callable[[zerorun.Engine, int], None]
 ERRORS: dict[Planted, tuple[str, str]] = {
     bad_gradient: ("NonFiniteError", "gradients are NaN or infinite at step 3 in 'norm.bias'."),
-    bad_loss: ("NonFiniteError", "the loss is NaN or infinite at step 2, first on rank 1 in micro-batch 0 of this step."),
+    bad_loss: ("NonFiniteError", "the loss is NaN or infinite at step 3, first on rank 1 in micro-batch 0 of this step."),
     no_weight: ("StepError", "the weights of all losses of this step are zero on all ranks"),
     negative_weight: ("StepError", "must be finite and not negative, got -3.0. It is that of micro-batch 0 on rank 1."),
     mean_of_nothing: ("NonFiniteError", "Rank 1 gave micro-batch 0 a weight of 0 and a loss that is not finite"),
@@ -485,7 +485,7 @@ def test_the_program_decides_where_the_device_cannot(why: str) -> None:
     for (kind, text), (_, of_loss), steps in run_ranks(2, decided_at_once, why):
         assert (kind, steps) == ("NonFiniteError", 1)
         assert "at step 2 in 'norm.bias'." in text
-        assert "the loss is NaN or infinite at step 2, first on rank 1 in micro-batch 0" in of_loss
+        assert "the loss is NaN or infinite at step 3, first on rank 1 in micro-batch 0" in of_loss
 
 
 # -- what it is for ----------------------------------------------------------------------------------------------------

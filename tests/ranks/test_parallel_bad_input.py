@@ -188,7 +188,7 @@ def different_data() -> tuple[str, str]:
 def test_tensor_ranks_with_different_data_are_told() -> None:
     for kind, message in run_ranks(2, different_data):
         assert kind == "StepError"
-        assert "ranks 0 and 1 were given different data at step 0" in message
+        assert "ranks 0 and 1 were given different data at step 1" in message
         assert "engine.topology.data_parallel_rank" in message
 
 
@@ -220,7 +220,7 @@ def test_any_difference_between_tensor_ranks_is_told(keys: dict[str, Any], part:
     for first, second in run_ranks(2, one_batch_apart, keys, part):
         assert not first[0]
         assert second[0] == "StepError"
-        assert "ranks 0 and 1 were given different data at step 1" in second[1]
+        assert "ranks 0 and 1 were given different data at step 2" in second[1]
 
 
 def different_stages() -> tuple[str, str]:
@@ -237,7 +237,7 @@ def different_stages() -> tuple[str, str]:
 def test_stages_with_different_data_are_told() -> None:
     for kind, message in run_ranks(2, different_stages):
         assert kind == "PipelineError"
-        assert "ranks 0 and 1 read different labels at step 1" in message
+        assert "ranks 0 and 1 read different labels at step 2" in message
 
 
 def different_inputs() -> tuple[str, str]:
@@ -253,7 +253,7 @@ def different_inputs() -> tuple[str, str]:
 def test_tensor_ranks_of_a_stage_with_different_inputs_are_told() -> None:
     for kind, message in run_ranks(4, different_inputs):
         assert kind == "PipelineError"
-        assert "ranks 0 and 1 read different inputs at step 0" in message
+        assert "ranks 0 and 1 read different inputs at step 1" in message
 
 
 def run_as_if_whole() -> list[tuple[str, str]]:

@@ -153,4 +153,4 @@ def test_tensor_ranks_that_would_drop_other_elements_are_told(name: str, pipe: i
     """Their losses are the same, since they put logits together. Llama drops in regions only, where ranks differ anyway."""
     for first, second, third in run_ranks(TENSOR * pipe, drift, name, pipe):
         assert first == third == ""
-        assert ("had different losses or random numbers at step 1" in second) == is_told
+        assert ("had different losses or random numbers at step 2" in second) == is_told

@@ -151,12 +151,12 @@ class CurvatureTaking(Tracing):
         """Gradients of an estimate are not finite. In fp16 those of the next one may be."""
         if not self.config.scales_loss:
             raise NonFiniteError(
-                f"gradients of the curvature are NaN or infinite at step {self.global_steps}. Weights and curvature are "
-                "those before it. Remedy: look at the data of this step, or lower the learning rate."
+                f"gradients of the curvature are NaN or infinite at step {self.global_steps + 1}. Weights and curvature "
+                "are those before it. Remedy: look at the data of this step, or lower the learning rate."
             )
         if is_rank_zero():
             logger.warning(
                 "the curvature before step %d was left out: its gradients overflow in fp16 at a loss scale of %.10g",
-                self.global_steps,
+                self.global_steps + 1,
                 self.loss_scale,
             )

@@ -162,7 +162,7 @@ class Engine(CurvatureTaking):
             first = self.topology.rank - self.topology.same_batch_rank
             what = "layers" if self.topology.context == 1 else "sequences"
             raise StepError(
-                f"ranks {first} and {first + other} were given different data at step {self.global_steps}, and divide "
+                f"ranks {first} and {first + other} were given different data at step {self.global_steps + 1}, and divide "
                 f"the same {what}. Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the world."
             )
 

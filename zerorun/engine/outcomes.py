@@ -446,8 +446,8 @@ class Outcomes(Reports, Counters, LoopQueries):
         if summary.apart > _APART:
             what = "layers" if self.topology.context == 1 else "sequences"
             raise StepError(
-                f"ranks that divide the same {what} had different losses or random numbers at step {self.global_steps}: "
-                "they saw different data, or drew different random numbers. Weights are those before this step. Remedy: "
+                f"ranks that divide the same {what} had different losses or random numbers at step {self.global_steps + 1}"
+                ": they saw different data, or drew different random numbers. Weights are those before this step. Remedy: "
                 "choose data by engine.topology.data_parallel_rank, not by the rank of the world, and seed all ranks of a "
                 "group alike. What one of them does alone must draw from a generator of its own, as "
                 "DataLoader(generator=...) does."
@@ -515,12 +515,13 @@ class Outcomes(Reports, Counters, LoopQueries):
             rank, micro_batch, weight = weights[0]
             raise StepError(f"{UNUSABLE_WEIGHT.format(weight)} It is that of micro-batch {micro_batch} on rank {rank}.")
         self._refuse_released(notes)
-        raise NonFiniteError(self._explain("the loss is NaN or infinite", notes.bad_losses))
+        step = self.global_steps + 1  # which does not count
+        raise NonFiniteError(self._explain("the loss is NaN or infinite", step, notes.bad_losses))
 
     def _raise_not_finite(self, notes: Notes, names: Sequence[str]) -> NoReturn:
         self._refuse_released(notes)
         first = self._first_culprit(notes)
-        raise NonFiniteError(self._explain("gradients are NaN or infinite", notes.empty, names, first))
+        raise NonFiniteError(self._explain("gradients are NaN or infinite", self.global_steps, notes.empty, names, first))
 
     def _raise_no_scale(self, notes: Notes, what: str) -> NoReturn:
         self._refuse_released(notes)
@@ -543,7 +544,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         micro, rank, name = found[0]
         return f"first in parameter {name!r} on rank {rank} in micro-batch {micro} of this step"
 
-    def _explain(self, what: str, micro_batches: list[int], names: Sequence[str] = (), first: str = "") -> str:
+    def _explain(self, what: str, step: int, micro_batches: list[int], names: Sequence[str] = (), first: str = "") -> str:
         """Return a message that is the same on all ranks. All ranks must call it.
 
         It names the first rank that had a bad loss, or the parameters concerned, if known. ``micro_batches``: those with a
@@ -563,7 +564,7 @@ class Outcomes(Reports, Counters, LoopQueries):
         elif seen:
             where = f", first on rank {seen[0][0]} in micro-batch {seen[0][1]} of this step"
         return (
-            f"{what} at step {self.global_steps}{where}. Weights are those before this step."
+            f"{what} at step {step}{where}. Weights are those before this step."
             f"{hint}{self._hint_of_placeholders()} Remedy: look at the data of this step, lower the learning rate, or clip "
             "gradients."
         )

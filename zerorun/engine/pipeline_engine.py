@@ -293,7 +293,7 @@ class PipelineEngine(Engine):
         total = self.comm.control.sum(torch.cat([flags, *told]))
         (nothing, too_few, failed, training), *totals = total.split([len(flags), 3 * places, 3 * places])
         if 0 < training < self.topology.world_size:
-            _name_evaluating(self.comm.control, trains=trains, step=self.global_steps)
+            _name_evaluating(self.comm.control, trains=trains, step=self.global_steps + 1)
         if failed:
             _raise_for_all(self.comm.control, failure)
         if nothing:
@@ -320,7 +320,7 @@ class PipelineEngine(Engine):
             if known != found:
                 who = who or f"ranks {other} and {rank} read"
         raise PipelineError(
-            f"{who} different {kind} at step {self.global_steps}, and belong to the same data-parallel rank, where the "
+            f"{who} different {kind} at step {self.global_steps + 1}, and belong to the same data-parallel rank, where the "
             "first stage takes the inputs and the last the labels of the same samples. Weights are those before this step. "
             "Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the world, and shuffle with a "
             "generator of its own: stages draw different numbers for dropout. training_data in initialize() does both."
