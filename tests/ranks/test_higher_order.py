@@ -63,6 +63,22 @@ def first_order(model: Model, x: torch.Tensor) -> torch.Tensor:
     return F.softplus(found).mean() * float(gradient.norm())
 
 
+def failing(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """A script that goes on after an exception in autograd."""
+    start = x.clone().requires_grad_()
+    given = start * 1
+    handle = given.register_hook(planted)
+    found = model(given)
+    with pytest.raises(ValueError, match="planted"):
+        torch.autograd.grad(found.sum(), start, retain_graph=True)
+    handle.remove()
+    return F.softplus(found).mean()
+
+
+def planted(gradient: torch.Tensor) -> None:
+    raise ValueError("planted")
+
+
 LOSSES = (wasserstein, zero_centred, first_order)
 
 
@@ -121,7 +137,7 @@ def test_penalties_on_gradients_train_as_in_one_process(
 
 
 def only_on_one(loss: Callable[..., torch.Tensor], stage: int) -> float:
-    """How far weights get from those of one process, where rank 1 alone looks at gradients of its input."""
+    """How far weights get from those of one process, where rank 1 alone asks for gradients of its input."""
     config = make_config(stage, optimizer="SGD", gradient_accumulation_steps=2, gradient_clipping=0.0)
     engine, alone = zerorun.initialize(build(recompute=False), config), build(recompute=False)
     optimizer = torch.optim.SGD(alone.parameters(), **config["optimizer"]["params"])
@@ -130,7 +146,7 @@ def only_on_one(loss: Callable[..., torch.Tensor], stage: int) -> float:
         return (loss if rank else usual)(model, data(rank, number))
 
     for step in range(2 * STEPS):
-        engine.backward(loss_of(engine, dist.get_rank(), step))
+        loss_of(engine, dist.get_rank(), step).backward()
         engine.step()
         for rank in range(2):
             (loss_of(alone, rank, step) / 4).backward()
@@ -146,7 +162,8 @@ def usual(model: Model, x: torch.Tensor) -> torch.Tensor:
     return F.softplus(model(x)).mean()
 
 
-@pytest.mark.parametrize("loss", (zero_centred, first_order))
+@pytest.mark.each_value
+@pytest.mark.parametrize("loss", (zero_centred, first_order, failing))
 @pytest.mark.parametrize("stage", (0, 1, 2))
 def test_gradients_of_inputs_are_no_matter_of_other_ranks(stage: int, loss: Callable[..., torch.Tensor]) -> None:
     """Where each has all weights, as in DistributedDataParallel. The backward of one rank waited for that of another."""

@@ -250,7 +250,8 @@ def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> Non
     if rates:
         found = model.comm.control.values(list(_rates(model)))
         other = first_other(found) or 0
-        key = next((theirs[0] for ours, theirs in zip(found[0], found[other], strict=False) if ours != theirs), "lr")
+        both = zip(found[0], found[other], strict=False)
+        key = next((name for (name, ours), (_, theirs) in both if not math.isclose(ours, theirs, rel_tol=1e-6)), "lr")
         theirs, ours = ([value for name, value in found[rank] if name == key] for rank in (other, 0))
         raise StepError(
             f"the optimizer of rank {other} has {theirs} as {key!r} of its groups, and that of rank 0 {ours}. Weights are "

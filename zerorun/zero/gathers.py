@@ -17,6 +17,7 @@ pass, and a rank that needs a unit goes along the list up to it, taking part in 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -48,6 +49,7 @@ class ExecutionTrace:
     recorded: list[int] = field(default_factory=list)  # units, in the order in which this rank needed them
     _current: int | None = None  # the unit in use
     _last: dict[int, int] = field(default_factory=dict)  # unit -> its last position in the order
+    _end: weakref.ref[Callable[[], None]] | None = None  # see ``ends_by``
 
     def __post_init__(self) -> None:
         self._last = {unit: position for position, unit in enumerate(self.order or [])}
@@ -56,6 +58,15 @@ class ExecutionTrace:
     def with_gradients(self) -> bool:
         """True if autograd records this forward."""
         return bool(self.key[2])  # type: ignore[index]
+
+    def ends_by(self, end: Callable[[], None]) -> None:
+        """Autograd refers to ``end``, and nobody else, until it calls it, or until the pass has failed."""
+        self._end = weakref.ref(end)
+
+    @property
+    def has_failed(self) -> bool:
+        """True if the pass has ended in an exception."""
+        return self._end is not None and self._end() is None
 
     def enters(self, unit: int) -> bool:
         """``unit`` is needed. True if another one was in use; that is noted. ``has_entered`` must follow."""

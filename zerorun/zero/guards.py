@@ -108,6 +108,8 @@ class ScriptGuard:
         self._passes = 0
         self.is_lenient = False
         self._counted, self._looks = 0, 0  # writes that torch has counted, and looks for edits, that found nothing
+        trained = [group for unit in units for group in unit.trainable]
+        self._trained = [pair for group in trained for pair in zip(group.names, group.params, strict=True)]
         groups = [group for unit in units for group in unit.flat_groups]
         named = [pair for group in groups for pair in zip(group.names, group.params, strict=True)]
         self._named = [(name, param) for name, param in named if not param.is_inference()]
@@ -219,8 +221,7 @@ class ScriptGuard:
 
     def frozen_since(self) -> list[str]:
         """Names of the parameters that are trained, and that the script has frozen, for a while or for good."""
-        trained = (pair for unit in self._units for g in unit.trainable for pair in zip(g.names, g.params, strict=True))
-        return [name for name, param in trained if not param.requires_grad]
+        return [name for name, param in self._trained if not param.requires_grad]
 
     def look(self) -> None:
         """Raise ModelError or ReleasedParameterError if a parameter has values that the shards do not have."""

@@ -378,6 +378,8 @@ class Runtime:
                 f"a backward has come to {unit.name!r} by a forward from before the last step(): its weights are others "
                 "now, and gradients would be wrong. Remedy: run the forward again, or call step() after all its backwards."
             )
+        if self._backward is not None and self._backward.has_failed:
+            self._recover()
         with torch.no_grad():  # a backward that builds a graph has gradients on
             trace = self._backward or self._begin_backward()
             if unit.index:
@@ -400,7 +402,7 @@ class Runtime:
 
     def _recover(self) -> None:
         """Forget a forward or backward that ended in an exception which the program has caught."""
-        if self._backward is not None and torch._C._current_graph_task_id() == -1:
+        if self._backward is not None and (self._backward.has_failed or torch._C._current_graph_task_id() == -1):
             self._backward = None
             self.gathers.end_backward()
         if self._backward is None:
@@ -445,6 +447,7 @@ class Runtime:
             self.reducer.begin(watches=not self._part.held)
             self._backward = self.gathers.begin_backward(self.take_passes())
             end = partial(self._post_backward, self._backward, interrupted)
+        self._backward.ends_by(end)
         Variable._execution_engine.queue_callback(end)
         return self._backward
 
@@ -528,7 +531,7 @@ def leaves_gradients(units: Iterable[Unit]) -> bool:
         try:
             if torch._C._will_engine_execute_node(get_gradient_edge(param).node):  # type: ignore[attr-defined]
                 return True
-        except RuntimeError:  # its gradient is returned
+        except (RuntimeError, AttributeError):  # its gradient is returned, or it is a constant of a torch.func transform
             return False
     return False
 
