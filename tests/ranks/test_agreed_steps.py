@@ -183,12 +183,16 @@ def differing(stage: int, way: str) -> tuple[tuple[str, str], bool, bool]:
     changed = way if way in ("lr", "betas", "weight_decay") else ""
     if changed and rank:
         own_rate(engine, changed, 0.5)
+    if way == "whole lr":
+        engine.optimizer.param_groups[0]["lr"] = 1 + rank
     given: dict[str, Any] = {"weight": (3, None)[rank]} if way == "weights" else {}
     said = attempt(lambda: step(**given))
     after = engine.state_dict()
     stayed = all(torch.equal(value, after[name]) for name, value in before.items())
     if changed and rank:
         own_rate(engine, changed, 2.0)
+    if way == "whole lr":
+        engine.optimizer.param_groups[0]["lr"] = 1
     step()
     return said, stayed, engine.global_steps == 2
 
@@ -197,6 +201,7 @@ def differing(stage: int, way: str) -> tuple[tuple[str, str], bool, bool]:
     ("way", "words"),
     [
         ("lr", "the optimizer of rank 1 has [0.0015] as 'lr' of its groups, and that of rank 0 [0.003]"),
+        ("whole lr", "the optimizer of rank 1 has [2] as 'lr' of its groups, and that of rank 0 [1]"),
         ("betas", "the optimizer of rank 1 has [0.45, 0.4995] as 'betas' of its groups, and that of rank 0 [0.9, 0.999]"),
         ("weight_decay", "rank 1 has [0.05] as 'weight_decay' of its groups, and that of rank 0 [0.1]"),
         ("weights", "divide the gradients of this step by different numbers"),

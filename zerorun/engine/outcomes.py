@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -220,23 +220,13 @@ def alike_of(model: ShardedModel) -> tuple[float | None, int | None, int | None]
 
     Of rates it is a sum of logarithms, in which a change by the same factor is as large for a small one as for a large one.
     """
+    assert model.optimizer is not None
     guard = model.runtime.guard
     writes, frozen = guard.take_writes(), len(guard.frozen_since())
     if model.comm.topology.pipe > 1:
         return None, None, None
-    rates = (math.log(abs(rate) + _NO_RATE) for _, rate in _rates(model))
+    rates = (math.log(abs(rate) + _NO_RATE) for _, rate in model.optimizer.rates())
     return sum(math.sin(1 + place) * rate for place, rate in enumerate(rates)), writes, frozen
-
-
-def _rates(model: ShardedModel) -> Iterator[tuple[str, float]]:
-    """(key, value) of all that parameter groups have in fractions, as rates, decays and betas; NaN and infinities aside."""
-    assert model.optimizer is not None
-    for group in model.optimizer.optimizer.param_groups:
-        for key in model.optimizer.optimizer.defaults:
-            value = group.get(key)
-            for number in value if isinstance(value, tuple) else (value,):
-                if isinstance(number, float) and math.isfinite(number):
-                    yield key, number
 
 
 def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> None:
@@ -248,7 +238,8 @@ def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> Non
             "before this step. Remedy: do the same on all ranks; where nothing counts, pass weight=0."
         )
     if rates:
-        found = model.comm.control.values(list(_rates(model)))
+        assert model.optimizer is not None
+        found = model.comm.control.values(list(model.optimizer.rates()))
         other = first_other(found) or 0
         both = zip(found[0], found[other], strict=False)
         key = next((name for (name, ours), (_, theirs) in both if not math.isclose(ours, theirs, rel_tol=1e-6)), "lr")

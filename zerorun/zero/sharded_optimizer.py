@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -143,6 +144,18 @@ class ShardedOptimizer:
         True after a step that was skipped. It is there from the start: accelerate looks for it once, before any step.
         """
         self.optimizer.overflow = overflow  # type: ignore[attr-defined]
+
+    def rates(self) -> Iterator[tuple[str, float]]:
+        """(key, value) of what parameter groups have in fractions: rates, decays, betas. NaN and infinities are left out.
+
+        A rate may be a whole number; other whole numbers count something.
+        """
+        for group in self.optimizer.param_groups:
+            for key in dict.fromkeys(("lr", *self.optimizer.defaults)):
+                value = group.get(key)
+                for number in value if isinstance(value, tuple) else (value,):
+                    if isinstance(number, float if key != "lr" else (float, int)) and math.isfinite(number):
+                        yield key, number
 
     def refuse_changed_needs(self) -> None:
         """Raise StepError if settings were changed so that the optimizer cannot be divided any more as it is."""
