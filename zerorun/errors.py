@@ -76,7 +76,7 @@ class OrderError(ZerorunError, RuntimeError):
 
 
 class RankLeftError(OrderError):
-    """Another rank has come to the end of its script, and this one goes on."""
+    """Another rank has ended, or come to the end of its script, and this one goes on."""
 
 
 class MessageError(ZerorunError, RuntimeError):

@@ -5292,4 +5292,20 @@ MUTANTS = (
         '    backends = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"',
         ("tests/unit/test_deepspeed_mode.py", "-k", "meet_where"),
     ),
+    Mutant(
+        "parameters-without-values-are-saved",
+        "swallowed",
+        "zerorun/zero/state_dicts.py",
+        "        if _is_placeholder(self._model, self._param):",
+        "        if False:",
+        ("tests/ranks/test_state_dicts_of_parts.py", "-k", "copies_of_the_whole_model"),
+    ),
+    Mutant(
+        "a-rank-that-died-ran-units-in-another-order",
+        "remedy",
+        "zerorun/distributed/transport/statistics.py",
+        "    kind = RankLeftError if isinstance(error, PeerEnded) or _CLOSED.search(str(error)) else OrderError",
+        "    kind = OrderError",
+        ("tests/ranks/test_peer_memory.py", "-k", "noticed_at_once"),
+    ),
 )

@@ -7,6 +7,7 @@ import gc
 import mmap
 import os
 import random
+import re
 import signal
 import subprocess
 import threading
@@ -396,6 +397,8 @@ engine = zerorun.initialize(model, {"train_micro_batch_size_per_gpu": 1, "zero_o
                                     "optimizer": {"type": "AdamW"}})
 rank = torch.distributed.get_rank()
 for step in range(3):
+    if ending == "die in a forward" and rank == 1:
+        model[2].register_forward_pre_hook(lambda *unused: os.kill(os.getpid(), 9))
     loss = engine(torch.ones(2, 64)).square().mean()
     if ending == "die" and step == 2 and rank == 1:
         os.kill(os.getpid(), 9)
@@ -407,16 +410,51 @@ if ending == "rank 0 goes on alone" and rank == 0:
 """
 
 
-@pytest.mark.parametrize("stage", by_day(range(4), 0, 3))
-def test_a_killed_rank_is_noticed_at_once(stage: int) -> None:
-    with start_ranks(2, SCRIPT, str(stage), "die") as (first, second):
+def last_error(errors: str) -> str:
+    """The line of stderr that names the exception with which the rank has ended."""
+    return re.findall(r"^(?:\[rank\d+\]: )?([\w.]+Error: .*)", errors, re.MULTILINE)[-1]
+
+
+@pytest.mark.parametrize(
+    ("stage", "ending"),
+    by_day([(0, "die"), (1, "die"), (2, "die"), (3, "die"), (3, "die in a forward")], (0, "die"), (3, "die in a forward")),
+)
+def test_a_killed_rank_is_noticed_at_once(stage: int, ending: str) -> None:
+    """In its first forward, too, when ranks have not agreed on an order yet: not the order is wrong."""
+    with start_ranks(2, SCRIPT, str(stage), ending) as (first, second):
         assert second.finish(60 * patience())[0] == -signal.SIGKILL
         begun = time.monotonic()
         code, _, errors = first.finish(30 * patience())
         assert time.monotonic() - begun < 15 * patience()
     assert code == 1
-    assert "OrderError" in errors
-    assert "another rank ended" in errors
+    assert last_error(errors).startswith("zerorun.errors.RankLeftError: collective '")
+    assert "another rank ended" in last_error(errors)
+
+
+SET_UP = """
+import os, sys, torch, zerorun
+from torch import nn
+place = sys.argv[1]
+zerorun.init_distributed("cpu")
+rank = torch.distributed.get_rank()
+if place == "zero.Init":
+    with zerorun.zero.Init():
+        nn.Linear(8, 8)
+        if rank:
+            os._exit(3)
+        nn.Linear(8, 8)
+elif rank:
+    os._exit(3)
+zerorun.initialize(nn.Linear(4, 4), {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}})
+"""
+
+
+@pytest.mark.parametrize("place", ("zero.Init", "initialize"))
+def test_a_rank_that_ends_before_there_is_an_engine(place: str) -> None:
+    with start_ranks(2, SET_UP, place) as (first, second):
+        assert second.finish(60 * patience())[0] == 3
+        code, _, errors = first.finish(30 * patience())
+    assert code == 1 and last_error(errors).startswith("zerorun.errors.RankLeftError: "), errors
 
 
 @pytest.mark.parametrize("stage", by_day((1, 2), 2))

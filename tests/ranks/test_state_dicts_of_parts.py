@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -245,11 +247,22 @@ def follow_by_a_copy(place: str, masters: str, folder: Path) -> list[str]:
     steps(engine, 1)
     expected, whole, problems = engine.state_dict(), engine.module, []
     if "stage 3" in place:
-        for make in (lambda: copy.deepcopy(whole), lambda: torch.save(whole, io.BytesIO())):
-            kind, text = attempt(make)
-            if kind != "ReleasedParameterError" or "GatheredParameters" not in text:
+        names = dict(whole.named_parameters())
+        for held in (whole, list(whole.parameters()), names):
+            for make in (copy.deepcopy, pickle.dumps, lambda it: torch.save(it, io.BytesIO())):
+                kind, text = attempt(partial(make, held))
+                if kind != "ReleasedParameterError" or "GatheredParameters" not in text:
+                    problems.append(f"{kind} {text}")
+        for make in (copy.copy, copy.deepcopy, pickle.dumps):
+            kind, text = attempt(partial(make, engine))
+            if kind != "StepError" or "save_checkpoint" not in text:
                 problems.append(f"{kind} {text}")
     with GatheredParameters(list(whole.parameters())):
+        for made in (
+            pickle.loads(pickle.dumps(dict(whole.named_parameters()))),
+            copy.deepcopy(dict(whole.named_parameters())),
+        ):
+            problems += [name for name, param in made.items() if vars(param) or not torch.equal(param, expected[name])]
         file = io.BytesIO()
         torch.save(whole, file)
         file.seek(0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from zerorun.watch.board import ALL, PAGE, Board, Phase, Sight, Span, read
-from zerorun.watch.sizes import SAME_NUMBER, OtherSizes, differing, left_early
+from zerorun.watch.sizes import NO_BATCH, SAME_NUMBER, OtherSizes, differing, left_early
 from zerorun.watch.verdict import Ended, Standing, judge
 
 Note = tuple[str, Span, int, int]
@@ -105,6 +105,9 @@ def test_a_rank_that_has_left_while_others_need_it() -> None:
         "rank 1 has come to the end of its script after 998 micro-batches, and then ranks 0, 2 began 'gather', which "
         f"needs all of them. {SAME_NUMBER}"
     )
+    unbegun = replace(left(*gathers(range(15, 30))), batches=0)
+    found = left_early({0: others[0], 1: unbegun, 2: others[1]})
+    assert found is not None and found.endswith(NO_BATCH)
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,8 @@ def test_stopped_and_ended_and_without_data() -> None:
         "ended with exit code 0 after 998 micro-batches; rank 0 has been waiting for it for 40 s, after 1000" in found.text
     )
     assert "give all ranks the same number of batches" in found.text
+    found = verdict(waits(0, batches=0), ended=(Ended(1, 0, 0),), world=2)
+    assert found is not None and "after 0 micro-batches" in found.text and "ended before its first batch" in found.text
 
 
 @pytest.mark.parametrize(("phase", "remedy"), [(Phase.LEFT, "the same number"), (Phase.FORWARD, "look at its own error")])

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NoReturn, SupportsIndex, TypeVar
 
 import torch
 from torch import nn
@@ -59,8 +59,19 @@ _NONE: Mapping[str, Any] = {}
 T = TypeVar("T")
 
 
+def _refuse_copy(engine: Engine, protocol: SupportsIndex) -> NoReturn:
+    raise StepError(
+        "an engine cannot be copied or pickled: it is one of several processes that train together. Remedy: "
+        "engine.save_checkpoint(dir) to go on later, engine.state_dict() for the weights, or copy.deepcopy(engine.module) "
+        "inside `with zerorun.zero.GatheredParameters(list(engine.module.parameters())):`. A DataLoader whose dataset has "
+        'the engine needs multiprocessing_context="fork".'
+    )
+
+
 class Engine(CurvatureTaking):
     """A module in training. ``zerorun.initialize`` makes it."""
+
+    __reduce_ex__ = _refuse_copy
 
     # How to get such a mean, in words.
     mean_over_labels: ClassVar = "engine.backward(loss, weight=(labels != -100).sum()) averages over all labels of a step"

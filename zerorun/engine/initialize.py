@@ -83,7 +83,7 @@ from ..zero.outside_step import OutsideStep
 from ..zero.runtime import Removable, Runtime, refuse_managed
 from ..zero.sharded_model import ShardedModel, refuse_shared_parameters
 from ..zero.sharded_optimizer import ShardedOptimizer, refuse_new_group
-from ..zero.state_dicts import adopt_loaded_weights, guard_state_dict
+from ..zero.state_dicts import adopt_loaded_weights, guard_copies, guard_state_dict
 from ..zero.unit import Unit
 from .accumulation import Accumulation, ModuleZeroGrad, zero_grad_beside
 from .clip_calls import ClipCalls
@@ -502,6 +502,7 @@ def _changes(sharded_model: ShardedModel, config: Config, device: torch.device) 
     whole = getattr(model, "whole_model", model)
     for module in dict.fromkeys([model, whole]):
         yield from guard_state_dict(module, sharded_model, _lacks_layers if whole is not model else lambda _: False)
+    yield from guard_copies(sharded_model)
     yield from adopt_loaded_weights(model, sharded_model)
     keep_packing(model)
     for layer in followers(model):

@@ -247,7 +247,8 @@ def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> Non
         raise StepError(
             f"the optimizer of rank {other} has {theirs} as {key!r} of its groups, and that of rank 0 {ours}. Weights are "
             "as before the step. Remedy: give all ranks the same rates, settings and schedule, and one that watches a "
-            "metric its mean over all ranks."
+            "metric its mean over all ranks. A schedule made from the length of the data, as Trainer's, differs where "
+            "ranks have different numbers of batches: give all of them the same number."
         )
 
 

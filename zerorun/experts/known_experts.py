@@ -92,7 +92,7 @@ def _nothing_found(model: nn.Module) -> tuple[str, str]:
         f"{type(model).__name__} has no module of experts with parameters [experts, ...] that is called with rows, the "
         "experts of each, and their weights."
     )
-    return reason, "Remove the section, or use the model's class in transformers 5, which keeps experts in one module."
+    return reason, "Remove the section; if the model is one of transformers, version 5 keeps its experts in one module."
 
 
 def _count(module: nn.Module) -> int:

@@ -17,6 +17,7 @@ from .board import Phase, Sight, SizeNote
 
 _MOST_TOLD = 4  # different sizes
 SAME_NUMBER = "Remedy: give all ranks the same number of batches, and leave the loop on all of them at the same step."
+NO_BATCH = "Remedy: let all ranks run the same script to its end; this one ended before its first batch."
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def _too_early(rank: int, sight: Sight, waited: Sequence[int], label: str | None
     place = "a collective" if label is None else f"'{label}'"
     return (
         f"rank {rank} has come to the end of its script after {counted(sight.batches, 'micro-batch', 'es')}, and then "
-        f"{ranks_in_words(waited)} began {place}, which needs all of them. {SAME_NUMBER}"
+        f"{ranks_in_words(waited)} began {place}, which needs all of them. "
+        f"{SAME_NUMBER if sight.batches else NO_BATCH}"
     )
 
 

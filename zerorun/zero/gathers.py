@@ -42,7 +42,7 @@ _END = -1
 class ExecutionTrace:
     """One pass along ``order``, the agreed list of units; None as long as there is no agreement."""
 
-    key: Hashable
+    key: tuple[Hashable, ...]
     order: list[int] | None
     cursor: int = -1  # position of the unit in use
     issued: int = -1  # last position whose gather was issued
@@ -57,7 +57,7 @@ class ExecutionTrace:
     @property
     def with_gradients(self) -> bool:
         """True if autograd records this forward."""
-        return bool(self.key[2])  # type: ignore[index]
+        return bool(self.key[2])
 
     def ends_by(self, end: Callable[[], None]) -> None:
         """Autograd refers to ``end``, and nobody else, until it calls it, or until the pass has failed."""
@@ -121,13 +121,13 @@ class Gathers:
         self._in_fp8 = any(group.plan.float8 is not None for unit in units for group in unit.flat_groups)
         self._largest_at = -1  # the state of the shards whose largest magnitudes are known
         self._shares = any(not unit.resident for unit in units)
-        self._orders: dict[Hashable, list[int] | None] = {}  # agreed, by kind of pass; None: cannot be agreed
+        self._orders: dict[tuple[Hashable, ...], list[int] | None] = {}  # agreed, by kind of pass; None: cannot be agreed
         self._in_backward = False
         self._last_backward: ExecutionTrace | None = None
 
     # -- passes --------------------------------------------------------------------------------------------------
 
-    def begin_forward(self, key: Hashable) -> ExecutionTrace:
+    def begin_forward(self, key: tuple[Hashable, ...]) -> ExecutionTrace:
         """Begin a forward of the kind ``key`` and return its trace."""
         self.phases += 1
         return ExecutionTrace(key, self._orders.get(key))
@@ -188,7 +188,7 @@ class Gathers:
 
     def forward_order(self) -> list[Unit]:
         """The units in the order in which the next forward needs them, as far as is known; the root first."""
-        orders = [order or [] for key, order in self._orders.items() if key[0] == "forward" and key[2]]  # type: ignore[index]
+        orders = [order or [] for key, order in self._orders.items() if key[0] == "forward" and key[2]]
         indices = dict.fromkeys([0, *(index for order in orders for index in order), *self._as_defined()])
         return [self._units[index] for index in indices]
 
@@ -316,7 +316,7 @@ class Gathers:
     def _unanswered(self, trace: ExecutionTrace, unit: Unit | None) -> str:
         name = unit.name if unit is not None else "the end of the pass"
         return (
-            f"rank {self._comm.topology.rank} reached {name!r} outside the order agreed for this pass ({trace.key}), and "
+            f"rank {self._comm.topology.rank} reached {name!r} outside the order agreed for this {trace.key[0]}, and "
             f"other ranks did not {IN_TIME}: they run the model's units in another order or "
             "another number of times. Remedy: call the model equally often on all ranks. If some ranks take a "
             "branch that none has taken before, let all take it in the first step, or define its modules in the order "

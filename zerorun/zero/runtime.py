@@ -442,7 +442,7 @@ class Runtime:
         if self.made.states.away:
             self.made.states.bring_back(WEIGHTS, SLOTS, *(() if is_own else GRADIENTS))
         if is_own:
-            self._backward, end = ExecutionTrace("own", None), partial(setattr, self, "_backward", None)
+            self._backward, end = ExecutionTrace(("own",), None), partial(setattr, self, "_backward", None)
         else:
             self.reducer.begin(watches=not self._part.held)
             self._backward = self.gathers.begin_backward(self.take_passes())

@@ -7,6 +7,7 @@ parameters of the engine below them have the hooks, and not the whole model alon
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,14 @@ def guard_state_dict(module: nn.Module, model: ShardedModel, lacks: Callable[[nn
     """
     for layer in _guarded(module, model):
         yield layer.register_state_dict_pre_hook(StateDictGuard(layer, model, lacks))
+
+
+def guard_copies(model: ShardedModel) -> Iterator[Removable]:
+    """Make copies and pickles of single parameters raise while they are placeholders, as those of modules do."""
+    for unit in model.units:
+        if not unit.resident:
+            for group in unit.flat_groups:
+                yield from map(partial(CopyGuard, model), group.params, group.names)
 
 
 def adopt_loaded_weights(module: nn.Module, model: ShardedModel) -> Iterator[Removable]:
@@ -105,6 +114,33 @@ class StateDictGuard(ModuleHook):
     def _name(self, module: nn.Module) -> str:
         name = next((name for name, layer in self._model.module.named_modules() if layer is module), "")
         return f"module {name!r}" if name else "the module"
+
+
+class CopyGuard:
+    """Stands for the methods by which ``param`` is copied and pickled, such as by ``torch.save(list(parameters))``."""
+
+    def __init__(self, model: ShardedModel, param: torch.Tensor, name: str) -> None:
+        self._model, self._param, self._name = model, param, name
+        self._ways = {way: partial(self._make, way) for way in ("__deepcopy__", "__reduce_ex__")}
+        vars(param).update(self._ways)
+
+    def _make(self, way: str, *args: Any) -> Any:
+        """Raises ReleasedParameterError."""
+        if _is_placeholder(self._model, self._param):
+            raise ReleasedParameterError(
+                f"a copy or a pickle of parameter {self._name!r} would hold a placeholder (NaN) and not its values. "
+                "Remedy: make it inside `with zerorun.zero.GatheredParameters([parameter]):`, on all ranks; or take "
+                "engine.state_dict()."
+            )
+        self.remove()  # a pickle has the attributes, too
+        try:
+            return getattr(self._param, way)(*args)
+        finally:
+            vars(self._param).update(self._ways)
+
+    def remove(self) -> None:
+        for way in self._ways:
+            vars(self._param).pop(way, None)
 
 
 class Adoption(ModuleHook):

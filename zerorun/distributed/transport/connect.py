@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from ..device import CPU, on_gpu
 from ..topology import Topology, subgroup
-from ..waits import waiting
 from .gloo import Gloo
 from .nccl import Nccl
 from .peer_memory import PeerMemory
@@ -25,7 +24,7 @@ from .same_host import SameHost
 from .statistics import CommunicationStatistics
 from .through_host import ThroughHost
 from .transport import Transport
-from .world import uses_nccl
+from .world import uses_nccl, with_others
 
 
 def connect_axis(
@@ -66,6 +65,6 @@ def connect_links(
             found[link] = Nccl(f"{axis}: {sort}", group, dist.get_rank(group), 2, device, statistics)
             first, other = torch.zeros(1, device=device), 1 - dist.get_rank(group)
             what = f"the first message of the {sort} between ranks {sender} and {receiver} of the axis {axis}"
-            with waiting(what, span=found[link].span):
+            with with_others(what, span=found[link].span):
                 (found[link].send if here == sender else found[link].receive)(first, other, 0).wait()
     return found

@@ -16,7 +16,7 @@ from ..topology import Topology, everyone
 from ..waits import waiting
 from .peer_memory import PeerEnded, PeerMemory
 from .statistics import CommunicationStatistics, unanswered
-from .world import gather_values
+from .world import gather_values, with_others
 
 _AGREEMENT = "{}: an agreement of ranks, as in step() or a barrier"
 # Work that this rank no longer waits for. Threads of gloo may still be using its memory.
@@ -75,7 +75,7 @@ class Control:
         """Give every data-parallel rank the contiguous ``tensor`` of number ``source`` among them. For set-up."""
         if self._data is not None and tensor.numel():
             self._count(tensor, label)
-            with waiting(label, span=self._data_span):
+            with with_others(label, span=self._data_span):
                 dist.broadcast(tensor.view(-1).view(torch.uint8), group=self._data, group_src=source)  # bytes: any dtype
 
     def _count(self, values: torch.Tensor, label: str = "control") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -18,9 +19,12 @@ from ...errors import OrderError, RankLeftError
 from ...watch.board import NUMBERS, Span, board, only
 from ..stopwatch import Stopwatch
 from ..waits import time_limit, waiting
-from .peer_memory import PeerCollective, PeerLeft, PeersDisagree, number_of
+from .peer_memory import PeerCollective, PeerEnded, PeerLeft, PeersDisagree, number_of
 from .sums import BufferPool
 
+_CLOSED = re.compile(
+    "connection (closed|reset)|broken pipe|remote process exited", re.IGNORECASE
+)  # gloo's and NCCL's words
 _unanswered: list[OrderError] = []  # the first of this process
 
 
@@ -47,8 +51,9 @@ def _unanswered_by(label: str, rank: int, error: BaseException) -> OrderError:
             "those that save and evaluate, too; give them the same number of batches, and leave the loop on all of them at "
             "the same step."
         )
+    kind = RankLeftError if isinstance(error, PeerEnded) or _CLOSED.search(str(error)) else OrderError
     remedy = "Look at the first failing rank's own error."
-    return OrderError(f"{what}: another rank ended or did not take part. {remedy} ({error})")
+    return kind(f"{what}: another rank ended or did not take part. {remedy} ({error})")
 
 
 class Message:

@@ -30,7 +30,7 @@ from .open_shards import close_all
 from .peer_memory import PeerMemory, note_left
 from .statistics import CommunicationStatistics, Pending
 from .sums import store
-from .world import gather_values
+from .world import gather_values, with_others
 
 # Seconds that an exiting process gives others to read what it offers.
 EXIT_READ_TIMEOUT_S = 60
@@ -224,7 +224,7 @@ class Transport(ABC):
             through = tensor.detach().contiguous().to(self.device)
             sent = through.nbytes * (self.size - 1) if self.rank == source else 0
             self.statistics.begin(label, self.span, sent, through.nbytes)
-            with waiting(label, span=self.span):
+            with with_others(label, span=self.span):
                 dist.broadcast(through.view(-1).view(torch.uint8), group=self.group, group_src=source)  # bytes: any dtype
             if through.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(through)

@@ -5,7 +5,8 @@ Engines move their data by transports, which count it, and decide by control.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from time import monotonic_ns, perf_counter
 from typing import TypeVar
@@ -14,17 +15,19 @@ import torch
 import torch.distributed as dist
 
 from ...errors import MessageError
-from ...watch.board import only
+from ...watch.board import ALL, Span, only
 from ..device import is_simulated, on_gpu, synchronize
 from ..topology import everyone
 from ..waits import waiting
 from ..wire import decode, encode
+from .statistics import unanswered
 
 T = TypeVar("T")
 _LENGTH = 8  # bytes of the length of a value
 _TRIPS = 16  # to another rank and back
 _HEAD = 512  # bytes of a message that has the length and the beginning of a value: most have no more
 _MUCH = 65536  # bytes that are not worth a collective of their own
+_MESSAGE = "a message between two ranks"
 
 
 def size() -> int:
@@ -54,6 +57,16 @@ def uses_nccl(device: torch.device, group: dist.ProcessGroup | None = None) -> b
     return is_simulated(device) or (on_gpu(device) and "nccl" in str(dist.get_backend_config(group or dist.group.WORLD)))
 
 
+@contextmanager
+def with_others(what: str, missing: Callable[[], list[int]] | None = None, span: Span = ALL) -> Iterator[None]:
+    """Around a collective or a message, which is a wait, see ``waiting``. Raises OrderError if a rank is gone."""
+    try:
+        with waiting(what, missing, span):
+            yield
+    except RuntimeError as error:
+        raise unanswered(what, rank(), error) from error
+
+
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
@@ -61,8 +74,18 @@ def gather_values(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The ranks' values (see wire.py), by rank of ``group`` (None: the world). Tensors arrive on the CPU. All its ranks
     must call it.
 
-    Raises MessageError, on all ranks alike, if a rank's value is of a type that cannot be told.
+    Raises MessageError, on all ranks alike, if a rank's value is of a type that cannot be told, and OrderError if a rank is
+    gone.
     """
+    try:
+        return _gather_values(value, group)
+    except MessageError:
+        raise
+    except RuntimeError as error:
+        raise unanswered("values of all ranks", dist.get_rank(), error) from error
+
+
+def _gather_values(value: T, group: dist.ProcessGroup | None) -> list[T]:
     try:
         content = encode((value, None))
     except MessageError as error:
@@ -127,14 +150,14 @@ def _gather_padded(content: bytes, size: int, group: dist.ProcessGroup) -> list[
 def all_gather(mine: torch.Tensor, what: str) -> list[torch.Tensor]:
     """The ranks' tensors of one shape and dtype, by rank. ``what``: the words for a long wait."""
     found = [torch.empty_like(mine) for _ in range(size())]
-    with waiting(what):
+    with with_others(what):
         dist.all_gather([_bytes_of(other) for other in found], _bytes_of(mine), group=everyone())
     return found
 
 
 def all_gather_flat(flat: torch.Tensor, mine: torch.Tensor, what: str) -> None:
     """Fill ``flat`` [ranks * numel] with the ranks' ``mine`` [numel]."""
-    with waiting(what):
+    with with_others(what):
         dist.all_gather(list(_bytes_of(flat).chunk(size())), _bytes_of(mine), group=everyone())
 
 
@@ -145,7 +168,7 @@ def all_gather_in_one(flat: torch.Tensor, mine: torch.Tensor) -> None:
 
 def all_reduce(buffer: torch.Tensor, what: str, *, largest: bool = False) -> None:
     """Replace every rank's ``buffer`` by the sum over ranks, or by the largest of each element."""
-    with waiting(what):
+    with with_others(what):
         dist.all_reduce(buffer, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=everyone())
 
 
@@ -156,25 +179,25 @@ def reduce_scatter(full: torch.Tensor, own: torch.Tensor) -> None:
 
 def broadcast(tensor: torch.Tensor, source: int, what: str) -> None:
     """Replace every rank's ``tensor`` by that of rank ``source``."""
-    with waiting(what):
+    with with_others(what):
         dist.broadcast(_bytes_of(tensor), source, group=everyone())
 
 
 def barrier(what: str) -> None:
     """Return when all ranks have called it."""
-    with waiting(what):
+    with with_others(what):
         dist.barrier(group=everyone())
 
 
 def send(tensor: torch.Tensor, peer: int) -> None:
     """Send a tensor to one rank, which calls ``receive``."""
-    with waiting("a message between two ranks", lambda: [peer], only(peer)):
+    with with_others(_MESSAGE, lambda: [peer], only(peer)):
         dist.send(tensor, peer)
 
 
 def receive(tensor: torch.Tensor, peer: int) -> None:
     """Fill ``tensor`` with what one rank sends."""
-    with waiting("a message between two ranks", lambda: [peer], only(peer)):
+    with with_others(_MESSAGE, lambda: [peer], only(peer)):
         dist.recv(tensor, peer)
 
 
@@ -195,7 +218,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def collect(content: bytes, what: str) -> list[bytes]:
     """Rank 0: the ranks' contents, by rank, which come one after the other; nothing elsewhere. All ranks must call it."""
     group = everyone()
-    with waiting(what):
+    with with_others(what):
         if rank():
             flat = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             group.send([torch.tensor([flat.numel()])], 0, 0).wait()
@@ -252,7 +275,7 @@ class HostGroup:
 
     def values(self, value: T) -> list[T]:
         """Every rank's value, by rank."""
-        return gather_values(value, self._group)
+        return _gather_values(value, self._group)
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
