@@ -36,7 +36,7 @@ from ..log import counted, warn_once
 from ..optim.loss_scaler import LossScaler
 from ..plan.forwards import ReplacedForward, uncompiled
 from ..zero.flat_group import fresh_gradient
-from ..zero.norm import Told, UnreadLosses
+from ..zero.norm import Alike, Told, UnreadLosses
 from ..zero.unit import Unit
 
 IGNORED = -100  # the class that torch's cross-entropy leaves out
@@ -459,11 +459,10 @@ class Accumulation:
         random numbers."""
         self._compared += number if math.isfinite(number) else 0.0
 
-    def told(self, wishes: Sequence[int], alike: Sequence[float | None], *, must_know: bool) -> Told:
+    def told(self, wishes: Sequence[int], alike: tuple[float | None, int | None, int | None], *, must_know: bool) -> Told:
         """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step.
 
-        What must be the same on all ranks that have it: by what losses divide gradients, where 0 stands for weights of
-        their own; the number of losses that are averaged; and what else is to be ``alike``.
+        ``alike``: rates, writes and frozen parameters, see ``Alike``.
         """
         divisor = (
             None if self._mode is None else 0 if self.is_weighted else 1 if self._mode == "sum" else self.batch.accumulation
@@ -477,7 +476,7 @@ class Accumulation:
             self._weight,
             self._compared,
             wishes,
-            (divisor, self._given if self._mode == "mean" else None, *alike),
+            Alike(divisor, self._given if self._mode == "mean" else None, *alike),
             self._first_data.told(),
             unread,
             must_know,

@@ -330,9 +330,8 @@ class Engine(CurvatureTaking):
                 agree(lambda: refuse_changes(self.sharded_model), self.sharded_model.comm.control.values)
             self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
             refuse_no_backward(backwards)
-            divisors, losses, rates, writes, frozen = summary.differing
-            refuse_differing(self.sharded_model, divisors=divisors, rates=rates)
-            advise_differing(self.sharded_model, self.history, told, losses=losses, writes=writes, frozen=frozen)
+            refuse_differing(self.sharded_model, summary.differing)
+            advise_differing(self.sharded_model, self.history, told, summary.differing)
             if summary.same_data:
                 advise_own_data(self.topology.data_parallel_size)
             self._update(summary, backwards, lr_kwargs)

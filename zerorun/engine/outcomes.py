@@ -22,7 +22,7 @@ from ..optim.loss_scaler import LossScaler
 from ..pipeline.schedule.actions import Action
 from ..plan.forwards import uncompiled
 from ..watch.board import board
-from ..zero.norm import Decision, Outcome, Summary, Told
+from ..zero.norm import Decision, Differing, Outcome, Summary, Told
 from ..zero.placeholders import released_parameter
 from ..zero.sharded_model import ShardedModel
 from .accumulation import UNUSABLE_WEIGHT, Notes, is_in_a_step, refuse_no_weight, warn_of_kept
@@ -229,15 +229,15 @@ def alike_of(model: ShardedModel) -> tuple[float | None, int | None, int | None]
     return sum(math.sin(1 + place) * rate for place, rate in enumerate(rates)), writes, frozen
 
 
-def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> None:
-    """Raise StepError, on all ranks alike, if ``divisors`` of gradients differ between ranks, or their ``rates``."""
-    if divisors:
+def refuse_differing(model: ShardedModel, differing: Differing) -> None:
+    """Raise StepError, on all ranks alike, if ranks divide gradients by different numbers, or have different rates."""
+    if differing.divisor:
         raise StepError(
             "ranks divide the gradients of this step by different numbers: backward() was called with weight=... or "
             "scale_wrt_gas=False on some, and without on others, or micro-batches are counted otherwise. Weights are those "
             "before this step. Remedy: do the same on all ranks; where nothing counts, pass weight=0."
         )
-    if rates:
+    if differing.rates:
         assert model.optimizer is not None
         found = model.comm.control.values(list(model.optimizer.rates()))
         other = first_other(found) or 0
@@ -252,22 +252,21 @@ def refuse_differing(model: ShardedModel, *, divisors: bool, rates: bool) -> Non
         )
 
 
-def advise_differing(
-    model: ShardedModel, history: History, told: Told, *, losses: bool, writes: bool, frozen: bool
-) -> None:
-    """Warn, once, if ranks have ``told`` of other numbers of averaged ``losses``, of ``writes``, or of ``frozen`` ones."""
-    if losses and "losses" not in history.advised:
+def advise_differing(model: ShardedModel, history: History, told: Told, differing: Differing) -> None:
+    """Warn, once, if ranks have ``told`` of other numbers of losses, writes or frozen parameters."""
+    assert told.alike is not None
+    if differing.losses and "losses" not in history.advised:
         history.advised.add("losses")
-        most, least, found = _extremes(model.comm.control.values(told.alike[1]))
+        most, least, found = _extremes(model.comm.control.values(told.alike.losses))
         warn_once(
             f"rank {most} has called backward() {found[most]} times for this step, and rank {least} {found[least]} times. "
             "All losses are divided by the same number, so those of ranks with more count more. Remedy: let each rank call "
             "step() after every micro-batch, also after one that failed; where ranks mean to have different numbers of "
             "them, pass weight=... to backward() on all."
         )
-    if writes and "writes" not in history.advised:
+    if differing.writes and "writes" not in history.advised:
         history.advised.add("writes")
-        most, least, found = _extremes(model.comm.control.values(told.alike[3]))
+        most, least, found = _extremes(model.comm.control.values(told.alike.writes))
         names = model.comm.control.values(list(map(repr, model.runtime.guard.written[:_MOST_NAMED])))[most]
         warn_once(
             f"rank {most} has written in place to parameters {found[most]} times since the last step, and rank {least} "
@@ -275,9 +274,9 @@ def advise_differing(
             "others, each part of them is that of the rank which keeps it. Remedy: write the same on all ranks, or in a "
             "block of zerorun.zero.GatheredParameters(params, modifier_rank=...), which gives all ranks the values of one."
         )
-    if frozen and "frozen" not in history.advised:
+    if differing.frozen and "frozen" not in history.advised:
         history.advised.add("frozen")
-        most, least, found = _extremes(model.comm.control.values(told.alike[4]))
+        most, least, found = _extremes(model.comm.control.values(told.alike.frozen))
         names = model.comm.control.values(list(map(repr, model.runtime.guard.frozen_since()[:_MOST_NAMED])))[most]
         warn_once(
             f"rank {most} has frozen {found[most]} parameters that others train ({', '.join(names)}), and rank {least} "

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -43,15 +44,42 @@ class UnreadLosses:
     weights: Sequence[torch.Tensor] = ()
 
 
+class Alike(NamedTuple):
+    """What must be the same on all ranks that have it; None where a rank has none, as pipeline stages for all but two.
+
+    ``divisor``: by which gradients are divided, 0 if losses come with weights. ``losses``: how many are averaged.
+    ``rates``: a number that tells the optimizer's rates apart. ``writes``: how often scripts have written to parameters.
+    ``frozen``: how many parameters they have frozen.
+    """
+
+    divisor: int | None
+    losses: int | None
+    rates: float | None
+    writes: int | None
+    frozen: int | None
+
+
+class Differing(NamedTuple):
+    """Which of ``Alike`` is not the same."""
+
+    divisor: bool = False
+    losses: bool = False
+    rates: bool = False
+    writes: bool = False
+    frozen: bool = False
+
+
+ALL_ALIKE = Differing()
+
+
 @dataclass(frozen=True)
 class Told:
     """What a rank tells the others before an update. ``bad_losses``: how many were NaN or infinite.
 
     ``weight``: the sum of those that losses came with. ``loss``: the sum of losses, which must be that of all ranks of its
-    tensor group. ``wishes``: what else ranks want to add up; as many on every rank. ``alike``: numbers that must be the
-    same on all ranks that have them; as many on every rank, None where it has none. ``data``: a checksum of what this rank
-    has read, None if there is none to compare. ``unread``: losses that are
-    not counted in ``bad_losses``, and weights that are not in ``weight``. ``must_know``: this rank must know the outcome at
+    tensor group. ``wishes``: what else ranks want to add up; as many on every rank. ``alike``: what is compared.
+    ``data``: a checksum of what this rank has read, None if there is none to compare. ``unread``: losses that are not
+    counted in ``bad_losses``, and weights that are not in ``weight``. ``must_know``: this rank must know the outcome at
     once. ``observed``: if ranks want to know the loss of the step, fp64 [2] on the device: the sum of this rank's losses,
     and what the sum over ranks is to be divided by.
     """
@@ -60,7 +88,7 @@ class Told:
     weight: float = 0.0
     loss: float = 0.0
     wishes: Sequence[int] = ()
-    alike: Sequence[float | None] = ()
+    alike: Alike | None = None
     data: int | None = None
     unread: UnreadLosses = UnreadLosses()
     must_know: bool = False
@@ -137,7 +165,8 @@ class Norm:
         own = [0.0, 0.0, 0.0] if by_device else self._read_own(told)
         known = [own[0], own[1] + told.weight * first, own[2] + told.bad_losses, *own[3:]]
         flags = [len(late), unused, other, abs(other), told.must_know]
-        alike = [float(part) for x in (*told.alike, told.data) for part in ((0, 0, 0) if x is None else (1, x, x * x))]
+        compared = told.alike or ()
+        alike = [float(part) for x in (*compared, told.data) for part in ((0, 0, 0) if x is None else (1, x, x * x))]
         total = self._sum([*known, *flags, *told.wishes, *alike, *self._comm.told_order()])
         found, rest = (part.tolist() for part in total.tensor_split([len(known)]))
         late_sum, unused_sum, others, scale, must_know, *more = rest
@@ -146,7 +175,7 @@ class Norm:
             if not by_device:
                 found[0] = float(self._sum(self._read_own(told)[:1])[0])
         wishes = tuple(int(more.pop(0)) for _ in told.wishes)
-        differing = tuple(_differ(*(more.pop(0) for _ in range(3))) for _ in told.alike)
+        differing = Differing(*(_differ(*(more.pop(0) for _ in range(3))) for _ in compared))
         readers, *checksums = (more.pop(0) for _ in range(3))
         same_data = readers == topology.world_size and not _differ(readers, *checksums)
         self._comm.refuse_other_order(more)
@@ -189,8 +218,7 @@ class Summary:
     came with; of the bad losses; and of what ranks ``observed``. ``own``: this rank's part, if they are
     on the device, in fp64, which then decides. ``unused``: some parameter had no gradient on some rank. ``apart``: relative
     difference of losses that should be equal, those of ranks with the same batch. ``wishes``: the sums of those that
-    ranks told. ``differing``: which of the numbers that should be ``alike`` are not. ``same_data``: all ranks have told of
-    data, and of the same.
+    ranks told. ``differing``: what of ``Alike`` is not. ``same_data``: all ranks have told of data, and of the same.
     """
 
     sums: Sums
@@ -198,7 +226,7 @@ class Summary:
     unused: bool
     apart: float = 0.0
     wishes: tuple[int, ...] = ()
-    differing: tuple[bool, ...] = ()
+    differing: Differing = ALL_ALIKE
     same_data: bool = False
 
     @property
