@@ -307,14 +307,14 @@ _WAITS = (
         "zerorun/zero/reducer.py",
         "            pending.wait()",
         "            pass",
-        _SIMULATED + "test_divided_models_equal_one_process",
+        _SIMULATED + "test_divided_models_have_no_races",
     ),
     (
         "links-not-drained",
         "zerorun/zero/sharded_model.py",
         "            link.drain()",
         "            pass",
-        _SIMULATED + "test_equals_one_process",
+        _SIMULATED + "test_there_are_no_races",
     ),
     (
         "update-beside-an-update",

@@ -295,10 +295,10 @@ def test_an_update_waits_for_the_one_before() -> None:
 # (stage, tensor, pipe, data, schedule)
 PARALLEL = (
     *((3, 2, 1, 1, "1f1b"), (1, 2, 1, 2, "1f1b"), (0, 2, 2, 1, "1f1b"), (3, 1, 2, 2, "zero_bubble")),
-    (2, 1, 3, 1, "gpipe"),
+    *((2, 1, 3, 1, "gpipe"), (0, 2, 1, 2, "1f1b")),
 )
 AS_PARALLEL = pytest.mark.parametrize(
-    ("stage", "tensor", "pipe", "data", "schedule"), by_day(PARALLEL, PARALLEL[1], PARALLEL[3], PARALLEL[4])
+    ("stage", "tensor", "pipe", "data", "schedule"), by_day(PARALLEL, PARALLEL[1], *PARALLEL[3:])
 )
 
 
@@ -307,7 +307,7 @@ def train_parallel(tensor: int, pipe: int, config: dict[str, Any]) -> dict[str, 
         return test_parallel_matrix.train("llama", tensor, pipe, config)
 
 
-@pytest.mark.parametrize(("stage", "tensor", "pipe", "data", "schedule"), (PARALLEL[1], PARALLEL[3], (0, 2, 1, 2, "1f1b")))
+@pytest.mark.parametrize(("stage", "tensor", "pipe", "data", "schedule"), (PARALLEL[1], PARALLEL[3], PARALLEL[5]))
 def test_divided_models_equal_one_process(stage: int, tensor: int, pipe: int, data: int, schedule: str) -> None:
     config = make_config(stage, accumulation=2, clip=0.5, pipeline={"schedule": schedule})
     found = run_ranks(tensor * pipe * data, train_parallel, tensor, pipe, config)
