@@ -110,7 +110,8 @@ def main() -> None:
             speed = engine.train_batch_size() * args.context * len(losses) / (time.perf_counter() - began)
             valid = validation_loss() if evaluating else valid
             curve.append((step, train, valid if evaluating else None))
-            line = f"loss {train:.3f}, validation {valid:.3f}, {usage(engine.device, speed, flops_per_token)}"
+            shown = f"validation {valid:.3f}, " if evaluating else ""
+            line = f"loss {train:.3f}, {shown}{usage(engine.device, speed, flops_per_token)}"
             bar.set_postfix_str(line)
             if not terminal:
                 say(f"step {step}/{args.steps}: {line}", flush=True)

@@ -154,7 +154,8 @@ def main() -> None:
             speed = inputs.numel() * len(losses) * dist.get_world_size() / (time.perf_counter() - began)
             valid = evaluate(engine, held_out, args.context) if evaluating else valid
             curve.append((step, train, valid if evaluating else None))
-            line = f"loss {train:.3f}, validation {valid:.3f}, {usage(engine.device, speed, flops_per_token)}"
+            shown = f"validation {valid:.3f}, " if evaluating else ""
+            line = f"loss {train:.3f}, {shown}{usage(engine.device, speed, flops_per_token)}"
             bar.set_postfix_str(line)
             if not terminal and dist.get_rank() == 0:
                 print(f"step {step}/{args.steps}: {line}", flush=True)

@@ -299,6 +299,8 @@ def parse_args(
         args.module, args.target = True, VERIFY_MODULE
     if not args.module and not args.no_python and not os.path.exists(args.target):
         parser.error(f"script not found: {args.target}")
+    if not args.module and not args.no_python and args.target.endswith(".json"):
+        parser.error(f"{args.target} is no script. Remedy: zerorun SCRIPT.py --config {args.target}")
     return args
 
 

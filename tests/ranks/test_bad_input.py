@@ -64,7 +64,7 @@ def test_a_loop_that_is_migrated_by_half_is_told() -> None:
             "2 of 4 parameters that require a gradient are in no group of the optimizer: '0.weight', '0.bias'. They do not"
             in groups
         )
-        assert "32 backwards, and engine.step() has not been called yet" in step
+        assert "8 backwards, and engine.step() has not been called yet" in step
 
 
 def clipped_by_torch() -> list[Any]:

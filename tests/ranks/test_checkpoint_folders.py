@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -16,7 +17,8 @@ from training import make_config
 
 import zerorun
 from zerorun.checkpoint import checkpointer
-from zerorun.errors import CheckpointError
+from zerorun.errors import CheckpointError, StepError
+from zerorun.log import logger
 
 
 def make(**changes: Any) -> zerorun.Engine:
@@ -140,3 +142,43 @@ def test_what_a_save_returns_can_be_loaded(tmp_path: Path) -> None:
         assert "file is a file. Remedy: pass a directory" in file
         assert "load_checkpoint() was asked for" in optimizer and "on rank 1" in optimizer
         assert "export() was asked for" in export and not (tmp_path / "weights").exists()
+
+
+def go_back_beside_another_run(folder: str) -> list[str]:
+    """What is said where two runs save into one directory, and one of them reads an export or forgets step()."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    first = make()
+    train(first, 3)
+    first.save_checkpoint(folder)
+    first.export(Path(folder, "weights"))
+    first.destroy()
+    other = make()
+    other.load_checkpoint(Path(folder, "weights"))
+    other.backward(other(torch.ones(2, 6)).square().mean())
+    with pytest.raises(StepError) as caught:
+        other.save_checkpoint(folder)
+    other.step()
+    other.load_checkpoint(Path(folder, "weights"))
+    other.save_checkpoint(folder, asynchronous=True)
+    other.wait_for_checkpoint()
+    logger.removeHandler(handler)
+    other.destroy()
+    return [*lines, str(caught.value)]
+
+
+def test_what_is_said_where_two_runs_save_into_one_directory(tmp_path: Path) -> None:
+    said, *others = run_ranks(2, go_back_beside_another_run, str(tmp_path))
+    at = f"there is no checkpoint in {tmp_path}/weights: "
+    remedy = " What is there are weights alone: zerorun.load_pretrained(model, dir) reads them."
+    assert f"{at}training starts from the beginning.{remedy}" in said
+    assert f"{at}the run goes on as it is.{remedy}" in said
+    back = (
+        f"{tmp_path}/latest names global_step3, of 3 steps; from here on it names global_step1, of 1. Remedy, if those are "
+    )
+    assert sum(line.startswith(back) for line in said) == 1
+    assert f"checkpoint {tmp_path}/global_step1 is saved" in said
+    for *_, refused in (said, *others):
+        assert "step() has not been called yet. Remedy: " in refused and "pass unfinished_step=True" in refused

@@ -31,6 +31,7 @@ from zerorun.launcher.job_plan import (
 from zerorun.launcher.options import build_parser, parse_args
 from zerorun.launcher.outcome import Round
 
+CONFIGURATION = str(Path(__file__).parents[2] / "examples/configs/zero3.json")
 HOSTILE = ["a b", "it's", 'say "x"', "$HOME", "`id`", "two\nlines", "", "*", "\\", "--", "-m", "--nproc", "ключ"]
 
 
@@ -203,6 +204,7 @@ def test_script_arguments_are_not_read_by_us(script: str, before: list[str]) -> 
         (["--standalone", "--launcher=slurm", "train.py"], "but --launcher slurm names others"),
         (["--export", "a-b=1", "train.py"], "'a-b' is not the name of a variable"),
         (["missing.py"], "script not found: missing.py"),
+        ([CONFIGURATION], f"{CONFIGURATION} is no script. Remedy: zerorun SCRIPT.py --config"),
         (["-m", "--no-python", "x"], "exclude each other"),
         (["--nproc", "0", "train.py"], "'0' is not a positive number"),
         (["--nproc", "many", "train.py"], "'many' is not a positive number"),

@@ -330,7 +330,11 @@ class Checkpointer:
         refuse_foreign(ranks, path)
         if is_rank_zero():
             what = "there is no checkpoint in" if path.is_dir() else "there is no directory"
-            logger.warning("%s %s: training starts from the beginning.", what, path)
+            begun = self.run.counters()["global_steps"] > 0
+            then = "the run goes on as it is" if begun else "training starts from the beginning"
+            weights = any(path.glob("*.safetensors"))
+            remedy = " What is there are weights alone: zerorun.load_pretrained(model, dir) reads them." if weights else ""
+            logger.warning("%s %s: %s.%s", what, path, then, remedy)
         return None, {}
 
     def wait(self) -> None:

@@ -180,6 +180,21 @@ def after_latest(directory: Path, saved_at: str) -> str:
         return saved_at
 
 
+def advise_later(directory: Path, tag: str, steps: int) -> None:
+    """Warn if what ``latest`` names has more optimizer steps than ``tag``, which has ``steps`` and takes its place."""
+    before = read_pointer(directory)
+    try:
+        found = read_manifest(directory / before).global_steps if is_plain(before) else steps
+    except CheckpointError:
+        return
+    if found > steps:
+        logger.warning(
+            "%s names %s, of %d steps; from here on it names %s, of %d. Remedy, if those are another run's: save into "
+            "another directory, before this run replaces what has the same tags.",
+            *(directory / LATEST, before, found, tag, steps),
+        )
+
+
 def _moment(saved_at: str) -> datetime:
     """Raises ValueError if it is no time."""
     found = datetime.fromisoformat(saved_at)

@@ -30,11 +30,11 @@ from torch import nn
 from ..distributed.device import host_empty, on_gpu, on_host, synchronize
 from ..distributed.waits import waiting
 from ..errors import CheckpointError, DamagedError, ModelError
-from ..log import logger, warn_once
+from ..log import is_rank_zero, logger, warn_once
 from ..optim.requested import RawOptimizer
 from ..plan.optimizer_states import OptimizerStates
 from ..watch.board import NOBODY, stay_off_the_board
-from .directory import after_latest
+from .directory import advise_later, after_latest
 from .gather import Collector, PeerReader
 from .inventory import TensorPart, refuse_state_name
 from .json_values import decode, dtype_by_name, encode
@@ -165,7 +165,10 @@ class Saver:
         except Exception as error:
             self._failure = CheckpointError(f"an asynchronous save failed: {type(error).__name__}: {error}")
             self._failure.__cause__ = error
-        if self._failure is not None:  # there may be no next call to raise it
+        if self._failure is None:
+            if is_rank_zero():
+                logger.info("checkpoint %s is saved", target.directory / target.tag)
+        else:  # there may be no next call to raise it
             logger.error("the checkpoint %s was not saved: %s", target.directory / target.tag, self._failure)
 
     def _copy(self, captured: Captured, *, asynchronous: bool) -> None:
@@ -214,6 +217,8 @@ class Saver:
         def finish(records: dict[str, FileRecord]) -> tuple[dict[str, bytes], Manifest | None]:
             small, manifest = _finish(captured, plan, records, facts)
             if manifest is not None:
+                if manifest.becomes_latest:
+                    advise_later(target.directory, target.tag, manifest.global_steps)
                 manifest.saved_at = after_latest(target.directory, manifest.saved_at)
             return small, manifest
 

@@ -39,7 +39,7 @@ def read_source(source: object) -> tuple[dict[str, Any], str]:
     if not isinstance(source, str):
         kind, reason = type(source).__name__, "is neither a path, nor a dict, nor base64 text."
         _refuse("config", kind, reason, "Pass one of those.", "config")
-    if os.path.exists(source):
+    if os.path.exists(source) or source.endswith(".json"):
         return _read_file(Path(source))
     text = _from_base64(source)
     if text is None:

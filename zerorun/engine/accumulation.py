@@ -41,7 +41,7 @@ from ..zero.unit import Unit
 
 IGNORED = -100  # the class that torch's cross-entropy leaves out
 WATCHED_MICRO_BATCHES = 20  # the first ones only: looking at labels on a device means waiting for the device
-_MANY_BACKWARDS = 32  # for each micro-batch of a step: by then a loop has called step(), if it ever does
+_MANY_BACKWARDS = 8  # for each micro-batch of a step: by then a loop has called step(), if it ever does
 _MODES = {"weight": "a weight", "mean": "a loss to be averaged", "sum": "scale_wrt_gas=False", None: ""}
 
 

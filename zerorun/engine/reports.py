@@ -127,6 +127,7 @@ class Reports:
         """The layout in a few lines: stage, units, bytes by kind, dtypes."""
         held = {kind: size for kind, size in self.memory_report().items() if size}
         kinds = ", ".join(f"{kind} {in_bytes(size)}" for kind, size in held.items())
+        states = "" if any("moments" in kind for kind in held) else ", before optimizer states"
         compute = str(self.compute_dtype or torch.float32).removeprefix("torch.")
         wire = str(self.comm.wire_dtype).removeprefix("torch.")
         groups = self.runtime.plan.flat_groups
@@ -145,7 +146,7 @@ class Reports:
             f"stage {stage}, {degrees}{topology.replicate} x {topology.shard} data-parallel ranks, "
             f"{len(self.units)} units; "
             f"compute {compute}, {self._masters()}, {sent}{self._states()}; "
-            f"per rank, before optimizer states: {kinds}"
+            f"per rank{states}: {kinds}"
         )
 
     def _masters(self) -> str:

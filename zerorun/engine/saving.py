@@ -333,10 +333,12 @@ class Saving(Outcomes):
 
     def _refuse_unfinished_step(self) -> None:
         if is_in_a_step(self.accumulation):
+            never = " step() has not been called yet." if self.accumulation.micro_steps == 0 else ""
             raise StepError(
                 f"save_checkpoint() in the middle of a step: gradients of {self.accumulation.backwards} micro-batches "
-                "would be lost. Remedy: call it after a step() that updates the weights "
-                "(is_gradient_accumulation_boundary() before it)."
+                f"would be lost.{never} Remedy: call it after a step() that updates the weights "
+                "(is_gradient_accumulation_boundary() before it), or pass unfinished_step=True, as at the end of an epoch "
+                "whose micro-batches do not fill the last step: their gradients are left out of the file."
             )
 
     def _save_if_due(self, saves: AutomaticSaves, told_to_end: int, due: int) -> None:

@@ -117,7 +117,7 @@ class StateDictGuard(ModuleHook):
 
 
 class CopyGuard:
-    """Stands for the methods by which ``param`` is copied and pickled, such as by ``torch.save(list(parameters))``."""
+    """Stands for the methods by which ``param`` is copied and pickled, as where a script saves a dict of parameters."""
 
     def __init__(self, model: ShardedModel, param: torch.Tensor, name: str) -> None:
         self._model, self._param, self._name = model, param, name
