@@ -22,9 +22,8 @@ from ..waits import time_limit, waiting
 from .peer_memory import PeerCollective, PeerEnded, PeerLeft, PeersDisagree, number_of
 from .sums import BufferPool
 
-_CLOSED = re.compile(
-    "connection (closed|reset)|broken pipe|remote process exited", re.IGNORECASE
-)  # gloo's and NCCL's words
+# What gloo and NCCL say when a peer's process is gone.
+_CLOSED = re.compile("connection (closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
 _unanswered: list[OrderError] = []  # the first of this process
 
 
