@@ -750,7 +750,7 @@ print(found())
         "True True True",
         "True True <All keys matched successfully>",
         "['before', 'after']",
-        *["TypeError"] * 3,
+        *["StepError"] * 3,
         "{None} True",
         "None",
     ]

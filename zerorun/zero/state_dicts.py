@@ -6,12 +6,14 @@ parameters of the engine below them have the hooks, and not the whole model alon
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from ..errors import ReleasedParameterError
 from ..plan.weights import inside, own_members, packed_buffers
@@ -117,16 +119,20 @@ class StateDictGuard(ModuleHook):
 
 
 class CopyGuard:
-    """Stands for the methods by which ``param`` is copied and pickled, as where a script saves a dict of parameters."""
+    """Stands for the methods by which ``param`` is copied and pickled, as where a script saves a dict of parameters.
+
+    It keeps nothing alive: what autograd has of a parameter hides from the collector whatever the parameter refers to.
+    """
 
     def __init__(self, model: ShardedModel, param: torch.Tensor, name: str) -> None:
-        self._model, self._param, self._name = model, param, name
+        self._model, self._param, self._name = weakref.ref(model), TensorWeakRef(param), name
         self._ways = {way: partial(self._make, way) for way in ("__deepcopy__", "__reduce_ex__")}
         vars(param).update(self._ways)
 
     def _make(self, way: str, *args: Any) -> Any:
         """Raises ReleasedParameterError."""
-        if _is_placeholder(self._model, self._param):
+        model, param = self._model(), self._param()
+        if model is not None and _is_placeholder(model, param):
             raise ReleasedParameterError(
                 f"a copy or a pickle of parameter {self._name!r} would hold a placeholder (NaN) and not its values. "
                 "Remedy: make it inside `with zerorun.zero.GatheredParameters([parameter]):`, on all ranks; or take "
@@ -134,13 +140,14 @@ class CopyGuard:
             )
         self.remove()  # a pickle has the attributes, too
         try:
-            return getattr(self._param, way)(*args)
+            return getattr(param, way)(*args)
         finally:
-            vars(self._param).update(self._ways)
+            vars(param).update(self._ways)
 
     def remove(self) -> None:
-        for way in self._ways:
-            vars(self._param).pop(way, None)
+        param = self._param()
+        for way in self._ways if param is not None else ():
+            vars(param).pop(way, None)
 
 
 class Adoption(ModuleHook):

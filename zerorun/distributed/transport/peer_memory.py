@@ -331,6 +331,8 @@ class PeerMemory:
         """Fill the contiguous ``out`` with what lies at ``address`` of ``peer``."""
         try:
             self.read(peer, address, out.data_ptr(), out.numel() * out.element_size())
+        except ProcessLookupError as error:
+            raise PeerEnded("another rank of this host has ended") from error
         except OSError as error:
             raise PeerMemoryError(str(error)) from error
 
