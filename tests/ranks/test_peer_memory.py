@@ -27,7 +27,7 @@ from training import finish, make_config, make_engine, merged, read_slowly, run_
 
 from zerorun.distributed.transport import peer_memory
 from zerorun.distributed.transport.connect import connect_axis
-from zerorun.distributed.transport.peer_memory import PeerMemory, PeerMemoryError, PeersDisagree
+from zerorun.distributed.transport.peer_memory import PeerEnded, PeerMemory, PeerMemoryError, PeersDisagree
 from zerorun.distributed.transport.same_host import SameHost
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.errors import OrderError
@@ -455,6 +455,17 @@ def test_a_rank_that_ends_before_there_is_an_engine(place: str) -> None:
         assert second.finish(60 * patience())[0] == 3
         code, _, errors = first.finish(30 * patience())
     assert code == 1 and last_error(errors).startswith("zerorun.errors.RankLeftError: "), errors
+
+
+def test_a_read_from_a_process_that_has_ended_says_so() -> None:
+    """It may end between the look at its board and the read of its tensors."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    memory = PeerMemory(0, 2)
+    memory._boards[1] = ended.pid, 0
+    with pytest.raises(PeerEnded):
+        memory.read_tensor(1, 0, torch.empty(4))
+    memory._boards.clear()  # nobody reads this one's
 
 
 @pytest.mark.parametrize("stage", by_day((1, 2), 2))
