@@ -98,8 +98,7 @@ def main() -> None:
 
     terminal = os.environ.get("ZERORUN_TTY") == "1" or sys.stderr.isatty()
     bar = tqdm(total=args.steps, unit="step", disable=not terminal or dist.get_rank() != 0)
-    valid = validation_loss()
-    curve: list[tuple[int, float | None, float | None]] = [(0, None, valid)]
+    curve: list[tuple[int, float | None, float | None]] = [(0, None, validation_loss())]
     losses, began = [], time.perf_counter()
     for step in range(engine.global_steps + 1, args.steps + 1):
         losses.append(engine.train_batch(data).item())  # forward, backward and update; the same number on all ranks
@@ -108,9 +107,9 @@ def main() -> None:
         if evaluating or step % REPORT_EVERY == 0:
             train = sum(losses) / len(losses)
             speed = engine.train_batch_size() * args.context * len(losses) / (time.perf_counter() - began)
-            valid = validation_loss() if evaluating else valid
-            curve.append((step, train, valid if evaluating else None))
-            shown = f"validation {valid:.3f}, " if evaluating else ""
+            valid = validation_loss() if evaluating else None
+            curve.append((step, train, valid))
+            shown = "" if valid is None else f"validation {valid:.3f}, "
             line = f"loss {train:.3f}, {shown}{usage(engine.device, speed, flops_per_token)}"
             bar.set_postfix_str(line)
             if not terminal:

@@ -136,8 +136,7 @@ def main() -> None:
     text, held_out = load_text(args.data, args.context)
     terminal = os.environ.get("ZERORUN_TTY") == "1" or sys.stderr.isatty()
     bar = tqdm(total=args.steps, unit="step", disable=not terminal or dist.get_rank() != 0)
-    valid = evaluate(engine, held_out, args.context)
-    curve: list[tuple[int, float | None, float | None]] = [(0, None, valid)]
+    curve: list[tuple[int, float | None, float | None]] = [(0, None, evaluate(engine, held_out, args.context))]
     losses, began = [], time.perf_counter()
     for step in range(engine.global_steps + 1, args.steps + 1):
         for _ in range(engine.gradient_accumulation_steps()):
@@ -152,9 +151,9 @@ def main() -> None:
         if evaluating or step % REPORT_EVERY == 0:
             train = mean_over_ranks(losses)
             speed = inputs.numel() * len(losses) * dist.get_world_size() / (time.perf_counter() - began)
-            valid = evaluate(engine, held_out, args.context) if evaluating else valid
-            curve.append((step, train, valid if evaluating else None))
-            shown = f"validation {valid:.3f}, " if evaluating else ""
+            valid = evaluate(engine, held_out, args.context) if evaluating else None
+            curve.append((step, train, valid))
+            shown = "" if valid is None else f"validation {valid:.3f}, "
             line = f"loss {train:.3f}, {shown}{usage(engine.device, speed, flops_per_token)}"
             bar.set_postfix_str(line)
             if not terminal and dist.get_rank() == 0:

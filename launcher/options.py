@@ -297,10 +297,11 @@ def parse_args(
         parser.error("--module and --no-python exclude each other")
     if command[0] == VERIFY and not (args.module or args.no_python or os.path.exists(VERIFY)):
         args.module, args.target = True, VERIFY_MODULE
-    if not args.module and not args.no_python and not os.path.exists(args.target):
-        parser.error(f"script not found: {args.target}")
-    if not args.module and not args.no_python and args.target.endswith(".json"):
-        parser.error(f"{args.target} is no script. Remedy: zerorun SCRIPT.py --config {args.target}")
+    if not args.module and not args.no_python:
+        if not os.path.exists(args.target):
+            parser.error(f"script not found: {args.target}")
+        if args.target.endswith(".json"):
+            parser.error(f"{args.target} is no script. Remedy: zerorun SCRIPT.py --config {args.target}")
     return args
 
 

@@ -2660,7 +2660,7 @@ MUTANTS = (
         "a-clock-that-was-ahead-hides-checkpoints",
         "order",
         "zerorun/checkpoint/save.py",
-        "                manifest.saved_at = after_latest(target.directory, manifest.saved_at)",
+        "                manifest.saved_at = after_latest(latest, manifest.saved_at)",
         "                pass",
         ("tests/ranks/test_checkpoint_folders.py::test_a_clock_that_was_ahead_hides_no_checkpoint",),
     ),

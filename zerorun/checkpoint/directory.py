@@ -165,33 +165,32 @@ def publish(directory: Path, tag: str) -> Path:
     return final
 
 
-def after_latest(directory: Path, saved_at: str) -> str:
-    """Return ``saved_at``, or the microsecond after what ``latest`` names was saved, if that is later.
-
-    See [Note: clocks]. What is not there, or cannot be read, is not looked at.
-    """
+def named_by_latest(directory: Path) -> Manifest | None:
+    """The manifest of what ``latest`` names; None if that is not there, or cannot be read."""
     tag = read_pointer(directory)
-    before = version_of(directory / tag) if is_plain(tag) else None
-    if before is None or before < saved_at:
+    try:
+        return read_manifest(directory / tag) if is_plain(tag) else None
+    except CheckpointError:
+        return None
+
+
+def after_latest(latest: Manifest | None, saved_at: str) -> str:
+    """Return ``saved_at``, or the microsecond after ``latest`` was saved, if that is later. See [Note: clocks]."""
+    if latest is None or latest.saved_at < saved_at:
         return saved_at
     try:
-        return (_moment(before) + _MICROSECOND).isoformat(timespec="microseconds")
+        return (_moment(latest.saved_at) + _MICROSECOND).isoformat(timespec="microseconds")
     except (ValueError, OverflowError):  # a manifest may say anything
         return saved_at
 
 
-def advise_later(directory: Path, tag: str, steps: int) -> None:
-    """Warn if what ``latest`` names has more optimizer steps than ``tag``, which has ``steps`` and takes its place."""
-    before = read_pointer(directory)
-    try:
-        found = read_manifest(directory / before).global_steps if is_plain(before) else steps
-    except CheckpointError:
-        return
-    if found > steps:
+def advise_later(directory: Path, latest: Manifest | None, tag: str, steps: int) -> None:
+    """Warn if ``latest`` has more optimizer steps than ``tag``, which has ``steps`` and takes its place."""
+    if latest is not None and latest.global_steps > steps:
         logger.warning(
             "%s names %s, of %d steps; from here on it names %s, of %d. Remedy, if those are another run's: save into "
             "another directory, before this run replaces what has the same tags.",
-            *(directory / LATEST, before, found, tag, steps),
+            *(directory / LATEST, latest.tag, latest.global_steps, tag, steps),
         )
 
 

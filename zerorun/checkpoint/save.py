@@ -34,7 +34,7 @@ from ..log import is_rank_zero, logger, warn_once
 from ..optim.requested import RawOptimizer
 from ..plan.optimizer_states import OptimizerStates
 from ..watch.board import NOBODY, stay_off_the_board
-from .directory import advise_later, after_latest
+from .directory import advise_later, after_latest, named_by_latest
 from .gather import Collector, PeerReader
 from .inventory import TensorPart, refuse_state_name
 from .json_values import decode, dtype_by_name, encode
@@ -217,9 +217,10 @@ class Saver:
         def finish(records: dict[str, FileRecord]) -> tuple[dict[str, bytes], Manifest | None]:
             small, manifest = _finish(captured, plan, records, facts)
             if manifest is not None:
+                latest = named_by_latest(target.directory)
                 if manifest.becomes_latest:
-                    advise_later(target.directory, target.tag, manifest.global_steps)
-                manifest.saved_at = after_latest(target.directory, manifest.saved_at)
+                    advise_later(target.directory, latest, target.tag, manifest.global_steps)
+                manifest.saved_at = after_latest(latest, manifest.saved_at)
             return small, manifest
 
         return commit(ranks, target, write, finish)

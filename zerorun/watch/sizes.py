@@ -100,9 +100,13 @@ def _too_early(rank: int, sight: Sight, waited: Sequence[int], label: str | None
     place = "a collective" if label is None else f"'{label}'"
     return (
         f"rank {rank} has come to the end of its script after {counted(sight.batches, 'micro-batch', 'es')}, and then "
-        f"{ranks_in_words(waited)} began {place}, which needs all of them. "
-        f"{SAME_NUMBER if sight.batches else NO_BATCH}"
+        f"{ranks_in_words(waited)} began {place}, which needs all of them. {remedy_of_early_end(sight.batches)}"
     )
+
+
+def remedy_of_early_end(batches: int | None) -> str:
+    """What to do about a rank that has ended before others after so many micro-batches; None: nobody knows how many."""
+    return NO_BATCH if batches == 0 else SAME_NUMBER
 
 
 def _label_of(note: SizeNote, sights: Mapping[int, Sight]) -> str | None:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ..log import counted, ranks_in_words
 from .board import NUMBERS, OF_SCRIPT, OF_STAGES, Phase, Sight
-from .sizes import NO_BATCH, SAME_NUMBER, differing
+from .sizes import differing, remedy_of_early_end
 
 SUSPECT_AFTER_S = 30.0  # unless "hang_timeout_s" says otherwise
 _LONGER = 5  # times the longest wait of this kind so far
@@ -218,9 +218,8 @@ def _ended(one: Standing, gone: Sequence[Ended]) -> Hang:
         f"{one.name} has been waiting for it for {_waited(one):.0f} s, after {one.sight.batches}, at '{one.sight.label}'. "
     )
     broke_off = first.returncode is None and first.sight is not None and first.sight.phase != Phase.LEFT
-    remedy = NO_BATCH if first.batches == 0 else SAME_NUMBER
-    if broke_off:
-        remedy = "Remedy: look at its own error; it did not come to the end of its script."
+    own = "Remedy: look at its own error; it did not come to the end of its script."
+    remedy = own if broke_off else remedy_of_early_end(first.batches)
     return Hang("ended", tuple(other.rank for other in gone), text + remedy)
 
 

@@ -63,6 +63,7 @@ _CHECK_S = 0.05  # how often a waiting rank looks whether its peers are alive
 # A rank that waits looks again after a pause, which becomes longer: at 0.2 ms looking takes a ninth of a core, which others
 # need where ranks share cores, and after a long wait 2 % more of it do not matter.
 _LONGER_S, _SHORT_PAUSE_S, _PAUSE_SHARE, _LONG_PAUSE_S = 5e-6, 2e-4, 0.02, 2e-3
+_ENDED = "another rank of this host has ended"
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -308,7 +309,7 @@ class PeerMemory:
                 left = self.left()
                 self._ended.update(self._handles[handle] for handle, _ in self._alive.poll(0))
                 if self._ended and not done():
-                    raise left or PeerEnded("another rank of this host has ended")
+                    raise left or PeerEnded(_ENDED)
             if limit_s is not None and now - begun > limit_s:
                 raise PeerMemoryError(f"no answer from another rank in {limit_s:g} s")
             time.sleep(pause)
@@ -332,7 +333,7 @@ class PeerMemory:
         try:
             self.read(peer, address, out.data_ptr(), out.numel() * out.element_size())
         except ProcessLookupError as error:
-            raise PeerEnded("another rank of this host has ended") from error
+            raise PeerEnded(_ENDED) from error
         except OSError as error:
             raise PeerMemoryError(str(error)) from error
 
