@@ -10,6 +10,13 @@ class ZerorunError(Exception):
     """Base of all errors that zerorun raises on purpose."""
 
 
+def in_json(value: object) -> str:
+    """Write ``value`` as it stands in a configuration file: true, "name". What JSON does not know is Python's repr."""
+    import json  # few runs have anything to show
+
+    return json.dumps(value, default=repr, ensure_ascii=False, skipkeys=True)
+
+
 class ConfigProblem(NamedTuple):  # not a dataclass: `zerorun --help` would import what makes those, a quarter of its time
     """One thing wrong with a configuration: ``key`` is a dotted path such as ``zero_optimization.stage``."""
 
@@ -19,7 +26,7 @@ class ConfigProblem(NamedTuple):  # not a dataclass: `zerorun --help` would impo
     remedy: str
 
     def __str__(self) -> str:
-        shown = repr(self.value)
+        shown = in_json(self.value)
         if len(shown) > 80:
             shown = shown[:77] + "..."
         return f"{self.key} = {shown}: {self.reason} Remedy: {self.remedy}"

@@ -345,6 +345,6 @@ def test_heads_that_do_not_fit_are_named() -> None:
     with pytest.raises(ModelError, match="4 context ranks cannot divide 6 heads of queries and 3 of keys and values"):
         divided("llama, 3 of 6 heads", batch_of("plain", 0, 0, 0), 4, ULYSSES)
     with pytest.raises(
-        ConfigError, match=r"context_parallel.method = 'ulysses': 2 tensor x 4 context ranks cannot divide 4"
+        ConfigError, match=r'context_parallel.method = "ulysses": 2 tensor x 4 context ranks cannot divide 4'
     ):
         refuse_heads(llama(), 2, 4)

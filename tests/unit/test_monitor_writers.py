@@ -200,7 +200,7 @@ def test_a_library_that_refuses_is_an_error_of_the_configuration(monkeypatch: py
     stand_in = StandIn("comet_ml")
     monkeypatch.setattr(stand_in, "start", lambda **settings: 1 / 0, raising=False)
     monkeypatch.setitem(sys.modules, "comet_ml", stand_in)
-    with pytest.raises(ConfigError, match=r"comet\.enabled = True: it cannot begin: ZeroDivisionError.*Remedy"):
+    with pytest.raises(ConfigError, match=r"comet\.enabled = true: it cannot begin: ZeroDivisionError.*Remedy"):
         monitor(comet={})
 
 

@@ -215,7 +215,7 @@ def test_rows_of_mixtures_are_read(tmp_path: Path) -> None:
 def test_bad_input_is_told(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"hidden_size": 8}', encoding="utf-8")
-    with pytest.raises(ConfigError, match="num_hidden_layers = None: is not in the configuration of the model"):
+    with pytest.raises(ConfigError, match="num_hidden_layers = null: is not in the configuration of the model"):
         read_shape(path)
     for text, reason in (
         ("384H100", "is no number of GPUs"),

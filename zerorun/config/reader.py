@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from zerorun.config.fields import NOT_ENABLED, ConfigNote, Feature, Section, quoted_words, section_of
 from zerorun.config.params import CheckedParams, find_kind
 from zerorun.config.schema import Config, Optimizer, Scheduler
-from zerorun.errors import ConfigProblem, did_you_mean
+from zerorun.errors import ConfigProblem, did_you_mean, in_json
 
 AUTO = "auto"
 _LEFT_OFF = '"auto" leaves it off.'
@@ -206,7 +206,7 @@ class ConfigReader:
         default = None if field is None or field.is_required() else field.get_default(call_default_factory=True)
         # The default is mentioned only if leaving the key out is a sensible remedy.
         if isinstance(default, (int, float, str)) and default not in (0, "") and value is not None:
-            remedy += f" Without the key it is {default!r}."
+            remedy += f" Without the key it is {in_json(default)}."
         self._add(key, value, reason, remedy)
 
 
@@ -261,8 +261,7 @@ def _example(section: type[Section], key: str) -> str:
     switched_on = {"type": kind, "enabled": "true", "device": '"cpu"', "every_steps": "1"}
     value = switched_on.get(name)
     if value is None:
-        default = field.get_default(call_default_factory=True)
-        value = str(default).lower() if isinstance(default, (bool, int)) else f'"{default}"'
+        value = in_json(field.get_default(call_default_factory=True))
     return f'"{key}": {{"{name}": {value}}}'
 
 
