@@ -40,15 +40,15 @@ from typing import Any
 
 from zerorun.errors import LaunchError
 from zerorun.watch.board import RankProgress
-from zerorun.watch.pace import Sparing, Window
+from zerorun.watch.slow_ranks import Sparing, Window
 
-from .boards import Seen
-from .escapes import plain
-from .facts import bound_socket, describe_host, probe
+from .agent_line import UNHEARD_OF, Line, Message, encode
+from .event_loop import Turns, dispatch
 from .job_plan import WorkerCommand, python_folder_first
-from .line import UNHEARD_OF, Line, Message, encode
-from .loop import Turns, dispatch
 from .node import LocalNode, make_log_dir
+from .terminal_escapes import plain
+from .this_host import bound_socket, describe_host, probe
+from .worker_boards import Seen
 
 PING_SECONDS = 1.0
 SILENT_SECONDS = 6.0

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from zerorun.errors import LaunchError
-from zerorun.watch.launched import is_task_of_several, place_in_step
+from zerorun.watch.launch_environment import is_task_of_several, place_in_step
 
-from .facts import usable_cores, visible_gpus
 from .hosts import Host, first_hosts, limit_slots, parse_hostfile, select, slurm_gpus, slurm_hosts
+from .this_host import usable_cores, visible_gpus
 
 
 def by_hand(args: argparse.Namespace) -> bool:

@@ -22,7 +22,7 @@ from zerorun.errors import ConfigError, LaunchError
 from .options import VERIFY_CODES, VERIFY_MODULE, build_parser, parse_args
 
 if TYPE_CHECKING:
-    from .carriers import CarrierOptions
+    from .agent_commands import CarrierOptions
     from .dump import RankState
     from .hosts import Host
     from .job_plan import JobOptions, LaunchRequest
@@ -70,7 +70,7 @@ def _launch(args: argparse.Namespace) -> int:
         if not args.standalone:
             check_worker_word(args.nproc_per_node, gpus_are_known=True)  # in the job, SLURM tells them
         return _submit(args)
-    from .carriers import CARRIERS  # here, so that --help does not pay for it
+    from .agent_commands import CARRIERS  # here, so that --help does not pay for it
     from .job import Job
     from .sbatch import REQUEUE_STATUS, requeue
 
@@ -122,7 +122,7 @@ def _job_options(args: argparse.Namespace, carrier: Callable[[Host], Sequence[st
 
 def carrier_options(args: argparse.Namespace, **module: Any) -> CarrierOptions:
     """How hosts are reached. ``module``: what runs there, and with which arguments, if it is not the agent."""
-    from .carriers import CarrierOptions
+    from .agent_commands import CarrierOptions
 
     return CarrierOptions(
         args.python or sys.executable,
@@ -137,7 +137,7 @@ def _ask_jobs(args: argparse.Namespace) -> int:
     """Print what the ranks of running jobs are doing, or ask one of these jobs for a trace."""
     from zerorun.log import print_lines
 
-    from .carriers import CARRIERS
+    from .agent_commands import CARRIERS
     from .chosen_hosts import choose_hosts, own_names
     from .dump import chosen, gather, nodes_of, on_this_host, one_job, page, trace_on_this_host
 
@@ -167,9 +167,9 @@ def _ask_jobs(args: argparse.Namespace) -> int:
 
 
 def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping[str, Sequence[str]]) -> str:
-    from .facts import reserve_port, usable_cores
     from .job_plan import Rendezvous, build_plan, lack_of_cores, on_one_host, render_json, render_text
-    from .meeting import refuse_all
+    from .rendezvous import refuse_all
+    from .this_host import reserve_port, usable_cores
 
     render = render_json if args.dry_run == "json" else render_text
     name = request.hosts[0].name
@@ -188,8 +188,8 @@ def _dry_run(args: argparse.Namespace, request: LaunchRequest, carriers: Mapping
 def _by_hand(args: argparse.Namespace, request: LaunchRequest, options: JobOptions) -> int:
     from dataclasses import replace
 
-    from .by_hand import JOIN_SECONDS, LeadingJob, join
     from .job import Job
+    from .manual_launch import JOIN_SECONDS, LeadingJob, join
     from .secret import guests_secret, leaders_secret
 
     address, _, port_text = (args.rdzv_endpoint or "").rpartition(":")

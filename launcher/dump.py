@@ -27,13 +27,13 @@ from typing import Any
 
 from zerorun.errors import LaunchError
 from zerorun.log import counted, ranks_in_words
-from zerorun.watch.launched import launched
+from zerorun.watch.launch_environment import launched
 from zerorun.watch.verdict import Hang, in_words, judge
 
-from .boards import Boards, Seen, is_stopped, open_board, training_first
-from .carriers import temporary_folder
-from .escapes import plain
-from .line import UNHEARD_OF
+from .agent_commands import temporary_folder
+from .agent_line import UNHEARD_OF
+from .terminal_escapes import plain
+from .worker_boards import Boards, Seen, is_stopped, open_board, training_first
 
 _WRITE_SECONDS = 0.5  # for a rank to write its stacks
 _HOST_SECONDS = 30.0  # to reach a host, and for its answer

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from .facts import visible_gpus
+from .this_host import visible_gpus
 
 _SIZE = "TORCH_NCCL_TRACE_BUFFER_SIZE"  # collectives that are remembered
 _FILES, _PIPES = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"  # what comes before the rank

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from zerorun.watch.board import RankProgress, Sight
-from zerorun.watch.pace import Pace, Window
-from zerorun.watch.sizes import differing, left_early
+from zerorun.watch.collective_sizes import differing, left_early
+from zerorun.watch.slow_ranks import Pace, Window
 from zerorun.watch.verdict import Ended, Hang, Standing, is_late, judge
 
-from .boards import Seen, training_first
+from .event_loop import Turns
 from .failures import RULE, WorkerEnd
-from .loop import Turns
+from .worker_boards import Seen, training_first
 
 HANG_STATUS = 124  # as of timeout(1)
 _MOST_STACKS = 4

@@ -22,7 +22,7 @@ from itertools import product
 
 from zerorun.errors import LaunchError, did_you_mean
 from zerorun.log import listed
-from zerorun.watch.launched import tasks_of_nodes
+from zerorun.watch.launch_environment import tasks_of_nodes
 
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%-]+")  # also IPv6 addresses, with or without a zone
 _USER = re.compile(r"(?!-)[A-Za-z0-9_.-]+")

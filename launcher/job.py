@@ -10,15 +10,15 @@ Everything happens in one thread and one ``select`` loop. What ends a job:
 * *The job hangs*: ranks wait for one that does not come (zerorun/watch). The user is told first.
 * *The launcher gets SIGINT, SIGTERM or SIGHUP.* The signal is passed on once; another Ctrl-C kills the workers at once.
   SIGUSR1 and SIGUSR2 are passed to the workers and end nothing here.
-* *A worker ends well while others go on.* This ends nothing, but after EARLY_SECONDS (outcome.py) the user is told once.
+* *A worker ends well while others go on.* This ends nothing, but after EARLY_SECONDS (run_outcome.py) the user is told.
 * *Nobody reads the output at the end.* The launcher waits for the reader, until it is gone or another signal comes.
 * *The launcher is killed.* See bootstrap.py for its own workers. The lines to other hosts break, and agents end theirs.
 
 A job that has failed is started again as a whole while restarts are left, on a new port unless the user has chosen one. If
 its workers ask for that (REQUEUE_STATUS) in a batch job, or after a signal that was passed on, it is left to the queue.
-Lost hosts are tried again, also while the job goes on without them (reserve.py); they are left out if they do not come back
-and at least ``min_nodes`` hosts remain. A failure at the start, and three restarts in a row without a new step, are final
-(restarts.py).
+Lost hosts are tried again, also while the job goes on without them (spare_hosts.py); they are left out if they do not come
+back and at least ``min_nodes`` hosts remain. A failure at the start, and three restarts in a row without a new step, are
+final (restarts.py).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from typing import Any
 import zerorun
 from zerorun.errors import LaunchError
 
+from .event_loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .failures import HostEnd, WorkerEnd
 from .hangs import Hangs
 from .hosts import Host
 from .job_plan import JobOptions, LaunchRequest, ProgramKind, Rendezvous, build_plan, lack_of_cores, warm_commands
-from .loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
-from .meeting import Meeting, Questions, refuse_all
 from .node import STREAMS, log_file, make_log_dir
-from .outcome import SETTLE_SECONDS, Round
 from .remote import Node, OwnNode, RemoteNode
-from .reserve import HostPlaces, Returning
+from .rendezvous import Meeting, Questions, refuse_all
 from .restarts import Restarts
+from .run_outcome import SETTLE_SECONDS, Round
 from .sbatch import REQUEUE_STATUS
-from .screen import Outputs
+from .spare_hosts import HostPlaces, Returning
+from .worker_output import Outputs
 
 CONNECT_SECONDS = 30.0  # until an agent has said hello
 BACK_SECONDS = 5.0  # the same for a host that was lost, where the job can go on without it

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from .facts import LOOPBACK, LOOPBACK_INTERFACE
 from .hosts import Host
+from .this_host import LOOPBACK, LOOPBACK_INTERFACE
 
 DROPPED_PREFIX = "TORCHELASTIC_"  # left by a torchrun around us, these make torch look for an agent that is not there
 JOB_SECRET = "ZERORUN_JOB_SECRET"  # lets hosts join a job; workers have no use for it

@@ -31,15 +31,15 @@ from typing import BinaryIO, Protocol
 
 from zerorun.errors import LaunchError
 from zerorun.watch.board import RankProgress
-from zerorun.watch.pace import Window
+from zerorun.watch.slow_ranks import Window
 
-from .boards import Boards, Seen
 from .bootstrap import Guard, adopt_orphans, new_mark, start_process
-from .facts import CGROUPS, OWN_CGROUP, cgroups
+from .copy_keeper import Keeper
 from .flight_recorder import FlightRecorder
 from .job_plan import WorkerCommand, full_environment
-from .keeper import Keeper
-from .warm import ForkedWorker, WarmWorkers
+from .this_host import CGROUPS, OWN_CGROUP, cgroups
+from .warm_workers import ForkedWorker, WarmWorkers
+from .worker_boards import Boards, Seen
 
 GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there
 DRAIN_SECONDS = 1.0  # for the pipes of workers that have ended

@@ -361,7 +361,7 @@ def _count(text: str) -> int:
 
 
 def _cores(text: str) -> tuple[int, ...]:
-    from .facts import parse_cores
+    from .this_host import parse_cores
 
     try:
         return tuple(parse_cores(text))

@@ -14,18 +14,18 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from zerorun.watch.board import TIMED, RankProgress
-from zerorun.watch.pace import Window
+from zerorun.watch.slow_ranks import Window
 
 from .agent import HURRY_SECONDS, PING_SECONDS, SILENT_SECONDS
-from .boards import Seen
+from .agent_commands import temporary_folder
+from .agent_line import UNHEARD_OF, Line, Message, decode
 from .bootstrap import die_with_parent
-from .carriers import temporary_folder
-from .escapes import Cleaner, plain
-from .facts import describe_host
+from .event_loop import PASSED_SIGNALS, STOP_SIGNALS, Turns
 from .job_plan import WorkerCommand
-from .line import UNHEARD_OF, Line, Message, decode
-from .loop import PASSED_SIGNALS, STOP_SIGNALS, Turns
 from .node import STREAMS, Listener, LocalNode, own_child
+from .terminal_escapes import Cleaner, plain
+from .this_host import describe_host
+from .worker_boards import Seen
 
 _MOST_LINES = 20
 LONGEST_MESSAGE = 1 << 20  # bytes; workers' output comes in chunks of 64 KiB

@@ -24,18 +24,18 @@ from typing import Any
 from zerorun.errors import LaunchError
 from zerorun.log import ranks_in_words
 from zerorun.watch.board import RankProgress
-from zerorun.watch.launched import launched
-from zerorun.watch.pace import Window
+from zerorun.watch.launch_environment import launched
+from zerorun.watch.slow_ranks import Window
 
 from .agent import Agent, Message
-from .boards import Boards, Seen, descendants, is_gone, open_board
-from .by_hand import GuestNode, enter
+from .agent_line import Line
 from .dump import job_of, variables
+from .event_loop import dispatch
 from .failures import RULE, WorkerEnd
 from .hangs import Hangs
-from .line import Line
-from .loop import dispatch
+from .manual_launch import GuestNode, enter
 from .node import Listener
+from .worker_boards import Boards, Seen, descendants, is_gone, open_board
 
 _LOOK_SECONDS = 0.5
 _STACK_SECONDS = 0.5  # for a rank to write its stacks

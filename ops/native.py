@@ -24,8 +24,8 @@ import torch  # before the library: both then share the OpenMP runtime that torc
 
 from . import build
 from .build import BuildError
-from .operands import Operands
 from .state_format import State, cell_table, codes_map
+from .update_operands import Operands
 
 ISAS = ("scalar", "avx2", "avx512")  # as enum Isa in optimizer.cpp; likewise the two below
 ADAM, ADAGRAD, LION, SGD, ADAM_SAGE, SOPHIA, CURVATURE = range(7)

@@ -14,7 +14,7 @@ import threading
 import torch
 
 from . import native
-from .operands import Operands, Updates
+from .update_operands import Operands, Updates
 
 _logger = logging.getLogger("zerorun")
 _lock = threading.Lock()

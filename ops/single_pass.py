@@ -4,7 +4,8 @@ One pass unscales and clips the gradient (one coefficient), decays and updates t
 writes the weight rounded to the dtype that the model computes in. In mixed precision with Adam that is 28 bytes per
 element, where casting up, updating and casting down takes 40. Weight and states may also be kept in bf16 (rounding.py), or
 states in 8 bits (state_format.py). Formulas, state names and group keys are those of ``torch.optim``. On a CPU the native
-library does it (native.py), on a GPU a Triton kernel (on_cuda.py); elsewhere, and without them, torch does (torch_path.py).
+library does it (native.py), on a GPU a Triton kernel (on_cuda.py); elsewhere, and without them, torch does
+(torch_updates.py).
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from typing import Any, cast, overload
 import torch
 from torch import Tensor
 
-from . import native, on_cuda, torch_path
-from .operands import Operands, Updates
+from . import native, on_cuda, torch_updates
 from .rounding import NEAREST, Origin, Rounding
 from .state_format import BLOCK, SCALE, Blocks, State, StateFormat, StatePart, held, keep_state
+from .update_operands import Operands, Updates
 
 ENDLESS = 2.0**100  # as a number of steps: any decay below 1, to this power, is 0
 
@@ -85,7 +86,7 @@ def adam(
     steps = float(step) if bias_correction else ENDLESS
     if library is None:
         how = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-        torch_path.adam(operands, step=steps, decoupled=decoupled, **how)
+        torch_updates.adam(operands, step=steps, decoupled=decoupled, **how)
         return
     correction = (1 - beta2**steps) ** 0.5
     constants = {
@@ -124,7 +125,7 @@ def adagrad(
     operands = Operands(weight, gradient, (sum,), out, coefficient, rounding)
     rate, library = lr / (1 + (step - 1) * lr_decay), _library(operands)
     if library is None:
-        torch_path.adagrad(operands, rate=rate, eps=eps, weight_decay=weight_decay)
+        torch_updates.adagrad(operands, rate=rate, eps=eps, weight_decay=weight_decay)
     else:
         library.update(native.ADAGRAD, operands, {"decay": weight_decay, "rate": rate, "eps": eps})
 
@@ -151,7 +152,7 @@ def lion(
     operands = Operands(weight, gradient, (exp_avg,), out, coefficient, rounding)
     (beta1, beta2), library = betas, _library(operands)
     if library is None:
-        torch_path.lion(operands, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
+        torch_updates.lion(operands, lr=lr, beta1=beta1, beta2=beta2, weight_decay=weight_decay)
         return
     constants = {
         "keep": 1 - lr * weight_decay,
@@ -189,7 +190,7 @@ def sgd(
     blend, library = 1.0 if first else 1 - dampening, _library(operands)
     if library is None:
         how = {"lr": lr, "momentum": momentum, "blend": blend, "weight_decay": weight_decay}
-        torch_path.sgd(operands, **how, nesterov=nesterov)
+        torch_updates.sgd(operands, **how, nesterov=nesterov)
         return
     constants = {"decay": weight_decay, "rate": lr, "momentum": momentum, "blend": blend, "nesterov": int(nesterov)}
     library.update(native.SGD, operands, constants)
@@ -222,7 +223,7 @@ def adam_sage(
     (beta1, beta2), library = betas, _library(operands)
     if library is None:
         how = {"lr": lr, "beta1": beta1, "beta2": beta2, "beta3": beta3, "eps": eps, "weight_decay": weight_decay}
-        torch_path.adam_sage(operands, step=step, **how)
+        torch_updates.adam_sage(operands, step=step, **how)
         return
     correction = (1 - beta2**step) ** 0.5
     constants = {
@@ -264,7 +265,7 @@ def sophia(
     operands = Operands(weight, gradient, (exp_avg, hessian), out, coefficient, rounding)
     scale, library = rho * bs, _library(operands)
     if library is None:
-        torch_path.sophia(operands, lr=lr, beta1=betas[0], scale=scale, eps=eps, weight_decay=weight_decay)
+        torch_updates.sophia(operands, lr=lr, beta1=betas[0], scale=scale, eps=eps, weight_decay=weight_decay)
         return
     constants = {"keep": 1 - lr * weight_decay, "rate": lr, "blend": _blend(betas[0]), "second_keep": scale, "eps": eps}
     library.update(native.SOPHIA, operands, constants)
@@ -287,7 +288,7 @@ def curvature(
     operands = Operands(weight, gradient, (hessian,), None, coefficient, rounding)
     library = _library(operands)
     if library is None:
-        torch_path.curvature(operands, beta2=beta2)
+        torch_updates.curvature(operands, beta2=beta2)
     else:
         library.update(native.CURVATURE, operands, {"second_keep": beta2, "second_blend": 1 - beta2})
 

@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 
 from . import native
-from .operands import Operands
 from .state_format import BLOCK, Blocks, State, cell_table, codes_map
+from .update_operands import Operands
 
 _ADAM, _ADAGRAD, _LION = tl.constexpr(native.ADAM), tl.constexpr(native.ADAGRAD), tl.constexpr(native.LION)
 _ADAM_SAGE, _SOPHIA = tl.constexpr(native.ADAM_SAGE), tl.constexpr(native.SOPHIA)

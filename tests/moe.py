@@ -1,8 +1,8 @@
 """A small model with layers of experts, cut by hand, and exact on any number of ranks.
 
 ``spread`` gives each rank its experts. A layer then brings the tokens of all ranks of the expert axis together, and adds up
-what the ranks' experts make of them: slow, and without any of the steps of zerorun.experts. In one process it is plain
-PyTorch.
+what the ranks' experts make of them: slow, and without any of the steps of zerorun.expert_parallel. In one process it is
+plain PyTorch.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import zerorun
 from zerorun.distributed.device import default_device
 from zerorun.distributed.transport.peer_memory import PeerMemory
 from zerorun.distributed.transport.statistics import CommunicationStatistics
-from zerorun.plan.step import Collective
+from zerorun.plan.step_collectives import Collective
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # the names that ``__getattr__`` resolves, for type checkers;
     from .pipeline.module import PipelineModule as PipelineModule
     from .planner.answer import RunPlan as RunPlan
     from .planner.answer import plan_run as plan_run
-    from .tensor_parallel.sampling import sampled_labels as sampled_labels
+    from .tensor_parallel.sampled_labels import sampled_labels as sampled_labels
 
 __version__ = "0.1.0"
 
@@ -65,7 +65,7 @@ _EXPORTS = {
     "PipelineModule": "zerorun.pipeline.module",
     "RunPlan": "zerorun.planner.answer",
     "plan_run": "zerorun.planner.answer",
-    "sampled_labels": "zerorun.tensor_parallel.sampling",
+    "sampled_labels": "zerorun.tensor_parallel.sampled_labels",
     "LayerSpec": "zerorun.pipeline.layer_spec",
     "TiedLayerSpec": "zerorun.pipeline.layer_spec",
     "Topology": "zerorun.distributed.topology",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from forked_scripts import RunningScript
 from harness import patience, start_ranks, start_script
 
-from zerorun.launcher.facts import reserve_port
+from zerorun.launcher.this_host import reserve_port
 
 SCRIPT = """
 import sys, torch, zerorun

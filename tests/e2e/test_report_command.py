@@ -188,7 +188,9 @@ def test_the_shim_and_help() -> None:
 @pytest.mark.each_value
 @pytest.mark.parametrize("number", by_day((signal.SIGINT, signal.SIGTERM, signal.SIGKILL), signal.SIGTERM, signal.SIGKILL))
 # The live check's ranks end with their launcher: unit/test_launcher_processes.py.
-@pytest.mark.parametrize("during", by_day(("zerorun.report.software", "zerorun.report.checks"), "zerorun.report.software"))
+@pytest.mark.parametrize(
+    "during", by_day(("zerorun.report.software", "zerorun.report.live_worker"), "zerorun.report.software")
+)
 def test_nothing_is_left_when_it_is_ended(tmp_path: Path, number: int, during: str) -> None:
     marker = f"report-test-{os.getpid()}-{number}-{during}"
     process = subprocess.Popen(

@@ -11,7 +11,7 @@ import pytest
 from harness import patience
 
 from zerorun.watch.board import WINDOW
-from zerorun.watch.pace import SUCCESSION
+from zerorun.watch.slow_ranks import SUCCESSION
 
 SCRIPT = """
 import os, sys, time, torch, zerorun

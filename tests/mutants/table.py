@@ -59,14 +59,14 @@ _WAITS = (
     ),
     (
         "away-memory-given-back-early",
-        "zerorun/zero/away.py",
+        "zerorun/zero/offloaded_states.py",
         "                self._copies.follow(read=absent.flat)",
         "                self._copies.follow()",
         "tests/ranks/test_states_away.py::test_there_are_no_races_with_states_that_move",
     ),
     (
         "used-before-it-is-back",
-        "zerorun/zero/away.py",
+        "zerorun/zero/offloaded_states.py",
         "            self._copies.lead()",
         "            pass",
         "tests/ranks/test_states_away.py::test_there_are_no_races_with_states_that_move",
@@ -388,21 +388,21 @@ _WAITS = (
     ),
     (
         "heads-not-awaited",
-        "zerorun/context/exchange.py",
+        "zerorun/context_parallel/exchange.py",
         "    rows.axis.all_to_all(sent, received, label).wait()",
         "    rows.axis.all_to_all(sent, received, label)",
         "tests/ranks/test_context.py::test_equals_one_process",
     ),
     (
         "rows-of-experts-not-awaited",
-        "zerorun/experts/row_exchange.py",
+        "zerorun/expert_parallel/row_exchange.py",
         "        exchange.wait()",
         "        pass",
         "tests/ranks/test_expert_training.py::test_rows_travel_beside_shared_experts",
     ),
     (
         "rows-that-nobody-wants-not-awaited",
-        "zerorun/experts/dispatch.py",
+        "zerorun/expert_parallel/dispatch.py",
         "            exchange.wait()",
         "            pass",
         "tests/unit/test_experts.py::test_what_is_begun_is_awaited",
@@ -486,7 +486,7 @@ MUTANTS = (
     Mutant(
         "positions-of-another-batch",
         "stale",
-        "zerorun/context/attention.py",
+        "zerorun/context_parallel/attention.py",
         "    if positions not in _looked_at or _looked_at[positions][0] != positions._version:",
         "    if positions not in _looked_at:",
         ("tests/unit/test_positions.py",),
@@ -550,7 +550,7 @@ MUTANTS = (
     Mutant(
         "whole-numbers-are-cast-too",
         "stale",
-        "zerorun/plan/make.py",
+        "zerorun/plan/make_plan.py",
         "    return DTYPES[wanted] if wanted is not None and buffer.dtype in DTYPES.values() else buffer.dtype",
         "    return DTYPES[wanted] if wanted is not None else buffer.dtype",
         ("tests/ranks/test_buffer_dtype.py",),
@@ -558,7 +558,7 @@ MUTANTS = (
     Mutant(
         "scales-are-cast",
         "stale",
-        "zerorun/plan/make.py",
+        "zerorun/plan/make_plan.py",
         "        own = not param.is_floating_point() or is_packed(param) or id(param) in self.scales",
         "        own = not param.is_floating_point() or is_packed(param)",
         ("tests/ranks/test_quantised_weights.py::test_frozen_numbers_of_8_bits_and_their_scales_keep_their_dtypes",),
@@ -614,7 +614,7 @@ MUTANTS = (
     Mutant(
         "no-sums-over-tensor-ranks",
         "rank",
-        "zerorun/plan/step.py",
+        "zerorun/plan/step_collectives.py",
         "    if topology.tensor > 1:",
         "    if False:",
         ("tests/ranks/test_sums.py", "-k", "llama-Adafactor-3-2-1-2"),
@@ -639,18 +639,18 @@ MUTANTS = (
     Mutant(
         "scales-are-not-sent",
         "swallowed",
-        "zerorun/distributed/block_codes.py",
+        "zerorun/distributed/quantised_blocks.py",
         "        scales.copy_(scale)",
         "        scales.fill_(1.0)",
-        ("tests/unit/test_block_codes.py::test_no_error_is_larger_than_half_a_code",),
+        ("tests/unit/test_quantised_blocks.py::test_no_error_is_larger_than_half_a_code",),
     ),
     Mutant(
         "codes-are-cut-off-instead-of-rounded",
         "bound",
-        "zerorun/distributed/block_codes.py",
+        "zerorun/distributed/quantised_blocks.py",
         "        nearest = quotient.round_() if noise is None else quotient.add_(_uniform(quotient, noise)).floor_()",
         "        nearest = quotient.trunc_() if noise is None else quotient.add_(_uniform(quotient, noise)).floor_()",
-        ("tests/unit/test_block_codes.py::test_no_error_is_larger_than_half_a_code",),
+        ("tests/unit/test_quantised_blocks.py::test_no_error_is_larger_than_half_a_code",),
     ),
     Mutant(
         "codes-of-the-weights-before-the-update",
@@ -687,26 +687,26 @@ MUTANTS = (
     Mutant(
         "gradients-rounded-to-the-nearest-code",
         "bound",
-        "zerorun/distributed/block_codes.py",
+        "zerorun/distributed/quantised_blocks.py",
         "        nearest = quotient.round_() if noise is None else quotient.add_(_uniform(quotient, noise)).floor_()",
         "        nearest = quotient.round_()",
-        ("tests/unit/test_block_codes.py::test_the_mean_error_of_rounding_by_chance_is_0",),
+        ("tests/unit/test_quantised_blocks.py::test_the_mean_error_of_rounding_by_chance_is_0",),
     ),
     Mutant(
         "no-second-hop",
         "swallowed",
-        "zerorun/distributed/transport/coded_sum.py",
+        "zerorun/distributed/transport/quantised_sum.py",
         "        while self._left:",
         "        while self._left[:0]:",
-        ("tests/ranks/test_coded_sums.py::test_errors_are_small_and_average_out",),
+        ("tests/ranks/test_quantised_sums.py::test_errors_are_small_and_average_out",),
     ),
     Mutant(
         "what-rounding-leaves-out-is-lost",
         "swallowed",
-        "zerorun/distributed/transport/coded_sum.py",
+        "zerorun/distributed/transport/quantised_sum.py",
         "        residual.mul_(self._codes.beta).sub_(chunks, alpha=1 - self._codes.beta)",
         "        residual.zero_()",
-        ("tests/ranks/test_coded_sums.py::test_what_feedback_leaves_out_does_not_grow",),
+        ("tests/ranks/test_quantised_sums.py::test_what_feedback_leaves_out_does_not_grow",),
     ),
     Mutant(
         "residuals-of-other-weights",
@@ -714,15 +714,15 @@ MUTANTS = (
         "zerorun/checkpoint/load.py",
         "            subject.model.runtime.reducer.forget_residuals()",
         "",
-        ("tests/ranks/test_coded_sums.py", "-k", "not_those_of_other_weights"),
+        ("tests/ranks/test_quantised_sums.py", "-k", "not_those_of_other_weights"),
     ),
     Mutant(
         "residuals-of-an-epoch-that-is-over-are-saved",
         "stale",
-        "zerorun/distributed/transport/coded_sum.py",
+        "zerorun/distributed/transport/quantised_sum.py",
         "        if self._epoch != self._feedback.epoch() or id(residual) not in self._residuals:",
         "        if id(residual) not in self._residuals:",
-        ("tests/ranks/test_coded_sums.py", "-k", "what_was_left_out_is_saved"),
+        ("tests/ranks/test_quantised_sums.py", "-k", "what_was_left_out_is_saved"),
     ),
     Mutant(
         "residuals-of-a-checkpoint-begin-anew",
@@ -730,7 +730,7 @@ MUTANTS = (
         "zerorun/checkpoint/load.py",
         "            reducer.go_on_with_residuals()",
         "            pass",
-        ("tests/ranks/test_coded_sums.py", "-k", "what_was_left_out_is_saved"),
+        ("tests/ranks/test_quantised_sums.py", "-k", "what_was_left_out_is_saved"),
     ),
     Mutant(
         "second-hop-waits-for-the-end",
@@ -738,23 +738,23 @@ MUTANTS = (
         "zerorun/plan/reductions.py",
         "            self._go_on(before)",
         "            pass",
-        ("tests/ranks/test_coded_sums.py::test_bytes_between_hosts_are_those_of_the_formula",),
+        ("tests/ranks/test_quantised_sums.py::test_bytes_between_hosts_are_those_of_the_formula",),
     ),
     Mutant(
         "places-in-the-second-hop-are-mixed-up",
         "rank",
-        "zerorun/distributed/coded_hops.py",
+        "zerorun/distributed/quantised_hops.py",
         "        return rank // self.stride % self.size",
         "        return rank % self.size",
-        ("tests/ranks/test_coded_sums.py::test_every_gradient_comes_to_its_owner",),
+        ("tests/ranks/test_quantised_sums.py::test_every_gradient_comes_to_its_owner",),
     ),
     Mutant(
         "rounding-that-forgets-the-step",
         "stale",
-        "zerorun/distributed/transport/coded_sum.py",
+        "zerorun/distributed/transport/quantised_sum.py",
         "            self._step = self._steps()",
         "            self._step += 1",
-        ("tests/ranks/test_coded_sums.py::test_a_checkpoint_continues_with_the_same_rounding",),
+        ("tests/ranks/test_quantised_sums.py::test_a_checkpoint_continues_with_the_same_rounding",),
     ),
     Mutant(
         "save-beside-a-save",
@@ -927,7 +927,7 @@ MUTANTS = (
     Mutant(
         "rows-for-another-loss-function",
         "stale",
-        "zerorun/context/shard_loss.py",
+        "zerorun/context_parallel/shard_loss.py",
         "        if not self._loss.is_asked:",
         "        if False:",
         ("tests/unit/test_context_models.py", "-k", "another_loss_function"),
@@ -967,7 +967,7 @@ MUTANTS = (
     Mutant(
         "mean-over-no-target",
         "divisor",
-        "zerorun/context/shard_loss.py",
+        "zerorun/context_parallel/shard_loss.py",
         "            return mean_over(total, count.to(total.device))",
         "            return total / count.to(total.device)",
         ("tests/ranks/test_context.py::test_equals_one_process[no targets]",),
@@ -1121,7 +1121,7 @@ MUTANTS = (
     Mutant(
         "blocks-of-other-modules-are-alike",
         "swallowed",
-        "zerorun/tensor_parallel/kinds.py",
+        "zerorun/tensor_parallel/block_kinds.py",
         '        yield (name, ""), type(module)',
         "",
         ("tests/unit/test_tensor_parallel_plans.py", "-k", "computes_in_another_way and module"),
@@ -1353,7 +1353,7 @@ MUTANTS = (
     Mutant(
         "stored-input-changed",
         "swallowed",
-        "zerorun/activations/region.py",
+        "zerorun/activations/checkpointed_call.py",
         "        self.check()",
         "        pass",
         ("tests/unit/test_checkpointed_surroundings.py", "-k", "is_named"),
@@ -1457,7 +1457,7 @@ MUTANTS = (
     Mutant(
         "one-wrong-result",
         "swallowed",
-        "zerorun/report/exchanges.py",
+        "zerorun/report/collective_checks.py",
         "    reporter.say(checked=name, wrong=wrong[0] if wrong else None)",
         "    reporter.say(checked=name, wrong=wrong[0] if len(wrong) > 1 else None)",
         ("tests/unit/test_report_findings.py::test_one_wrong_result_of_several_is_told",),
@@ -1545,7 +1545,7 @@ MUTANTS = (
     Mutant(
         "pages-of-others",
         "bytes",
-        "zerorun/plan/make.py",
+        "zerorun/plan/make_plan.py",
         "            kept += sum((g.layout.numel - g.shard_numel) * g.dtype.itemsize for g in groups if g.mapped)",
         "            kept += sum(g.shard_numel * g.dtype.itemsize for g in groups if g.mapped)",
         ("tests/ranks/test_mapped_shards.py", "-k", "pages_of_others and 4-3"),
@@ -1561,7 +1561,7 @@ MUTANTS = (
     Mutant(
         "gathered-from-itself",
         "bytes",
-        "zerorun/plan/step.py",
+        "zerorun/plan/step_collectives.py",
         "            rank, sent = group.shard_rank, group.gathered_bytes * (group.layout.degree - 1)",
         "            rank, sent = group.shard_rank, group.gathered_bytes * group.layout.degree",
         ("tests/ranks/test_plan.py", "-k", "8-2"),
@@ -1569,7 +1569,7 @@ MUTANTS = (
     Mutant(
         "states-of-one-group",
         "bytes",
-        "zerorun/plan/ledger.py",
+        "zerorun/plan/byte_ledger.py",
         "    return sum(states.bytes(piece.group, piece.shape, piece.format) for piece in group.pieces(whole=plan.whole))",
         "    return sum(states.bytes(0, piece.shape) for piece in group.pieces(whole=False))",
         ("tests/ranks/test_plan.py", "-k", "8-2"),
@@ -1649,7 +1649,7 @@ MUTANTS = (
     Mutant(
         "gradients-leave-an-engine-scaled-again",
         "divisor",
-        "zerorun/optim/borders.py",
+        "zerorun/optim/loss_scale_borders.py",
         "        return inside / outside if inwards else outside / inside",
         "        return inside / outside",
         ("tests/ranks/test_scaled_backward.py::test_gradients_of_inputs_and_outputs_are_not_scaled",),
@@ -1657,7 +1657,7 @@ MUTANTS = (
     Mutant(
         "another-engines-scale-is-not-counted",
         "divisor",
-        "zerorun/optim/borders.py",
+        "zerorun/optim/loss_scale_borders.py",
         "        inside, outside = self._scale(), self._outside()",
         "        inside, outside = self._scale(), 1.0",
         ("tests/ranks/test_scaled_backward.py::test_a_loss_through_two_engines",),
@@ -1681,7 +1681,7 @@ MUTANTS = (
     Mutant(
         "verify-drops-what-it-refuses-to-look-at",
         "stale",
-        "zerorun/engine/outcomes.py",
+        "zerorun/engine/step_outcomes.py",
         "        refuse_to_verify(self, in_a_step=is_in_a_step(self.accumulation))",
         "        self._forget_gradients()",
         ("tests/ranks/test_loop_queries.py", "-k", "begins_anew"),
@@ -1732,7 +1732,7 @@ MUTANTS = (
         "zerorun/optim/containers.py",
         "        made = copy.copy(container)  # the module may go on with its own",
         "        made = container",
-        ("tests/unit/test_borders.py::test_containers_keep_their_types_and_the_module_keeps_its_own",),
+        ("tests/unit/test_loss_scale_borders.py::test_containers_keep_their_types_and_the_module_keeps_its_own",),
     ),
     Mutant(
         "autocast-to-fp16-has-no-loss-scale",
@@ -1881,7 +1881,7 @@ MUTANTS = (
     Mutant(
         "what-is-not-finite-is-written",
         "swallowed",
-        "ops/torch_path.py",
+        "ops/torch_updates.py",
         "                torch.where(applies, tensor, kept, out=tensor)",
         "                pass",
         ("tests/unit/test_single_pass.py::test_a_coefficient_on_the_device",),
@@ -1889,7 +1889,7 @@ MUTANTS = (
     Mutant(
         "failure-is-forgotten",
         "swallowed",
-        "zerorun/engine/outcomes.py",
+        "zerorun/engine/step_outcomes.py",
         "            self.history.fail(partial(self._raise_not_finite, notes, step.not_finite()))",
         "            return",
         (_DEFERRED + "test_an_error_comes_one_step_later_on_all_ranks",),
@@ -1905,7 +1905,7 @@ MUTANTS = (
     Mutant(
         "edit-ignores-the-loss-scale",
         "divisor",
-        "zerorun/zero/edits.py",
+        "zerorun/zero/edited_values.py",
         "    _store_gradient(model, home, flat_group, part, model.gradient_factor())",
         "    _store_gradient(model, home, flat_group, part, 1.0)",
         ("tests/ranks/test_gradients.py::test_edits_know_the_loss_scale",),
@@ -2220,15 +2220,15 @@ MUTANTS = (
         "zerorun/watch/board.py",
         "            self._apart = self._apart_at_wait + taken",
         "            pass",
-        ("tests/unit/test_pace.py::test_a_rank_adds_up_what_it_is_busy_without_waits",),
+        ("tests/unit/test_finding_slow_ranks.py::test_a_rank_adds_up_what_it_is_busy_without_waits",),
     ),
     Mutant(
         "slow-in-any-three-windows",
         "stale",
-        "zerorun/watch/pace.py",
+        "zerorun/watch/slow_ranks.py",
         "        before = self._in_a_row if number % max(number - self._last, 1) == 0 else {}  # by steps of a power of two",
         "        before = self._in_a_row",
-        ("tests/unit/test_pace.py::test_windows_between_which_some_are_missing_do_not_count",),
+        ("tests/unit/test_finding_slow_ranks.py::test_windows_between_which_some_are_missing_do_not_count",),
     ),
     Mutant(
         "nobody-asks-the-flight-recorder",
@@ -2243,7 +2243,7 @@ MUTANTS = (
     Mutant(
         "who-ends-first-is-the-cause",
         "rank",
-        "launcher/outcome.py",
+        "launcher/run_outcome.py",
         "        return min(ends, key=lambda end: (because_of_a_peer(end), end.seconds))",
         "        return min(ends, key=lambda end: end.seconds)",
         ("tests/unit/test_launcher_processes.py::test_a_rank_that_misses_another_may_be_the_first_to_end",),
@@ -2259,26 +2259,26 @@ MUTANTS = (
     Mutant(
         "a-host-tells-all-windows",
         "bound",
-        "zerorun/watch/pace.py",
+        "zerorun/watch/slow_ranks.py",
         "            self._every *= 2",
         "            pass",
-        ("tests/unit/test_pace.py::test_hosts_whose_steps_are_fast_tell_of_fewer_windows",),
+        ("tests/unit/test_finding_slow_ranks.py::test_hosts_whose_steps_are_fast_tell_of_fewer_windows",),
     ),
     Mutant(
         "stages-are-compared-with-each-other",
         "rank",
-        "zerorun/watch/pace.py",
+        "zerorun/watch/slow_ranks.py",
         "        stages[window.stage].append(window)",
         "        stages[0].append(window)",
-        ("tests/unit/test_pace.py::test_stages_are_compared_each_with_itself",),
+        ("tests/unit/test_finding_slow_ranks.py::test_stages_are_compared_each_with_itself",),
     ),
     Mutant(
         "crowded-hosts-are-slow",
         "bound",
-        "zerorun/watch/pace.py",
+        "zerorun/watch/slow_ranks.py",
         "        usual = [median_low(column) for column in zip(*(window.most_us for window in members), strict=True)]",
         "        usual = [median_low(column) for column in zip(*(window.least_us for window in members), strict=True)]",
-        ("tests/unit/test_pace.py::test_ranks_that_take_long_at_times_are_not_slow",),
+        ("tests/unit/test_finding_slow_ranks.py::test_ranks_that_take_long_at_times_are_not_slow",),
     ),
     Mutant(
         "last-windows-are-not-read",
@@ -2291,7 +2291,7 @@ MUTANTS = (
     Mutant(
         "stacks-of-a-wrapper",
         "sign",
-        "launcher/boards.py",
+        "launcher/worker_boards.py",
         "            if os.getsid(sight.pid) == page.session:  # the worker, or a process that it has become",
         "            if os.getsid(sight.pid) != page.session:",
         ("tests/unit/test_board.py::test_a_worker_tells_its_stacks_and_its_last_page",),
@@ -2315,10 +2315,10 @@ MUTANTS = (
     Mutant(
         "a-rate-of-0-hides-what-an-optimizer-needs",
         "bound",
-        "zerorun/optim/needs.py",
+        "zerorun/optim/optimizer_needs.py",
         '            if "lr" in group:',
         '            if "lr" in group and group["lr"]:',
-        ("tests/unit/test_needs.py::test_own_classes_are_tried",),
+        ("tests/unit/test_optimizer_needs.py::test_own_classes_are_tried",),
     ),
     Mutant(
         "static-loss-scales-are-loaded",
@@ -2339,7 +2339,7 @@ MUTANTS = (
     Mutant(
         "static-loss-scales-overflow-for-ever",
         "bound",
-        "zerorun/engine/outcomes.py",
+        "zerorun/engine/step_outcomes.py",
         "            if may_skip and progress.skips_in_a_row < most:",
         "            if self.config.fp16.enabled or (may_skip and progress.skips_in_a_row < most):",
         ("tests/ranks/test_skipped_steps.py::test_ten_overflows_in_a_row_at_a_static_scale_are_an_error",),
@@ -2411,23 +2411,23 @@ MUTANTS = (
     Mutant(
         "a-setting-of-0-hides-what-an-optimizer-needs",
         "stale",
-        "zerorun/optim/needs.py",
+        "zerorun/optim/optimizer_needs.py",
         "            if not zeros:",
         "            if False:",
-        ("tests/unit/test_needs.py::test_own_classes_are_tried",),
+        ("tests/unit/test_optimizer_needs.py::test_own_classes_are_tried",),
     ),
     Mutant(
         "an-optimizer-is-tried-for-three-steps",
         "bound",
-        "zerorun/optim/needs.py",
+        "zerorun/optim/optimizer_needs.py",
         "    many = min(_MANY, max(_STEPS, _UPDATES // groups))",
         "    many = _STEPS",
-        ("tests/unit/test_needs.py::test_own_classes_are_tried",),
+        ("tests/unit/test_optimizer_needs.py::test_own_classes_are_tried",),
     ),
     Mutant(
         "switches-of-own-optimizers-are-not-looked-at",
         "stale",
-        "zerorun/engine/outcomes.py",
+        "zerorun/engine/step_outcomes.py",
         "    model.optimizer.refuse_changed_needs()",
         "",
         ("tests/ranks/test_own_optimizers.py::test_a_switch_to_more_than_it_was_divided_for_is_an_error",),
@@ -2435,10 +2435,10 @@ MUTANTS = (
     Mutant(
         "each-step-of-an-own-optimizer-is-a-switch",
         "stale",
-        "zerorun/optim/needs.py",
+        "zerorun/optim/optimizer_needs.py",
         '        {key: _switch(value) for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}',
         '        {key: value for key, value in group.items() if key not in ("params", "param_names", "lr", "initial_lr")}',
-        ("tests/unit/test_needs.py::test_it_is_tried_again_where_a_script_switches_it",),
+        ("tests/unit/test_optimizer_needs.py::test_it_is_tried_again_where_a_script_switches_it",),
     ),
     Mutant(
         "complex-parameters-lose-a-half",
@@ -2459,10 +2459,10 @@ MUTANTS = (
     Mutant(
         "own-optimizers-share-tensors-with-their-trial",
         "stale",
-        "zerorun/optim/needs.py",
+        "zerorun/optim/optimizer_needs.py",
         "    return setting.clone() if torch.is_tensor(setting) else setting",
         "    return setting",
-        ("tests/unit/test_needs.py::test_a_trial_leaves_tensors_of_the_optimizer_alone",),
+        ("tests/unit/test_optimizer_needs.py::test_a_trial_leaves_tensors_of_the_optimizer_alone",),
     ),
     Mutant(
         "what-looks-at-all-parameters-is-divided",
@@ -2478,7 +2478,7 @@ MUTANTS = (
         "zerorun/watch/board.py",
         "        per_step, self._missed = max(0, missed - self._missed) // WINDOW, missed",
         "        per_step, self._missed = 0, missed",
-        ("tests/unit/test_pace.py::test_what_a_rank_had_no_core_for_is_not_what_it_takes_at_least",),
+        ("tests/unit/test_finding_slow_ranks.py::test_what_a_rank_had_no_core_for_is_not_what_it_takes_at_least",),
     ),
     Mutant(
         "owners-by-the-number-of-matrices",
@@ -2755,7 +2755,7 @@ MUTANTS = (
     Mutant(
         "zero-grad-drops-what-step-has-counted",
         "stale",
-        "zerorun/engine/outcomes.py",
+        "zerorun/engine/step_outcomes.py",
         "        if found.micro_steps > found.begun_at and not counted:",
         "        if False:",
         ("tests/ranks/test_loop_queries.py", "-k", "before_each"),
@@ -2811,7 +2811,7 @@ MUTANTS = (
     Mutant(
         "labels-of-another-part-of-the-vocabulary",
         "rank",
-        "zerorun/tensor_parallel/sampling.py",
+        "zerorun/tensor_parallel/sampled_labels.py",
         "    return _gathered(low + column, axis).gather(0, owner.unsqueeze(0)).squeeze(0)",
         "    return _gathered(column, axis).gather(0, owner.unsqueeze(0)).squeeze(0)",
         ("tests/ranks/test_curvature.py::test_labels_are_the_same_on_all_tensor_ranks_and_whole",),
@@ -2819,7 +2819,7 @@ MUTANTS = (
     Mutant(
         "all-ranks-draw-the-same",
         "rank",
-        "zerorun/tensor_parallel/sampling.py",
+        "zerorun/tensor_parallel/sampled_labels.py",
         "        place = topology.data_parallel_rank",
         "        place = 0",
         ("tests/ranks/test_curvature.py::test_labels_are_the_same_on_all_tensor_ranks_and_whole",),
@@ -2915,7 +2915,7 @@ MUTANTS = (
     Mutant(
         "blocks-of-part-of-a-row-are-stored",
         "bound",
-        "zerorun/checkpoint/block_states.py",
+        "zerorun/checkpoint/quantised_states.py",
         "    if shard.shape[last] % BLOCK:",
         "    if False:",
         ("tests/unit/test_state_formats.py", "-k", "tensor_rank"),
@@ -2923,7 +2923,7 @@ MUTANTS = (
     Mutant(
         "blocks-across-cuts-are-stored",
         "bound",
-        "zerorun/checkpoint/block_states.py",
+        "zerorun/checkpoint/quantised_states.py",
         "    if any(bound % BLOCK for pair in shard.ranges for bound in pair):",
         "    if any(bound % 2 for pair in shard.ranges for bound in pair):",
         ("tests/unit/test_state_formats.py", "-k", "tensor_rank"),
@@ -3003,7 +3003,7 @@ MUTANTS = (
     Mutant(
         "who-has-all-of-a-unit-asks-nobody",
         "rank",
-        "zerorun/plan/make.py",
+        "zerorun/plan/make_plan.py",
         "            divides_updates=self.policy.shard_optimizer and group.layout.degree > 1 and group.layout.numel > 0,",
         "            divides_updates=False,",
         ("tests/ranks/test_own_optimizers.py", "-k", "one_rank_has_for_itself"),
@@ -3083,7 +3083,7 @@ MUTANTS = (
     Mutant(
         "second-tensors-are-counted-as-fp32",
         "bytes",
-        "zerorun/plan/make.py",
+        "zerorun/plan/make_plan.py",
         '            yield Buffer("rest", "master", group.owned_numel * master.rest.itemsize, unit.states_place)',
         '            yield Buffer("rest", "master", group.owned_numel * master.dtype.itemsize * 2, unit.states_place)',
         ("tests/ranks/test_training_in_bf16.py", "-k", "megatron_1821"),
@@ -3107,7 +3107,7 @@ MUTANTS = (
     Mutant(
         "rows-count-as-the-whole",
         "divisor",
-        "zerorun/context/shard_loss.py",
+        "zerorun/context_parallel/shard_loss.py",
         "            count = (division.targets != ignore_index).sum()",
         "            count = (division.own_targets() != ignore_index).sum()",
         ("tests/unit/test_context_models.py", "-k", "without_labels"),
@@ -3115,7 +3115,7 @@ MUTANTS = (
     Mutant(
         "gradients-of-the-joined-once",
         "divisor",
-        "zerorun/context/rows.py",
+        "zerorun/context_parallel/rows.py",
         "        return own * ctx.factor if ctx.factor > 1 else own, None, None, None",
         "        return own, None, None, None",
         ("tests/ranks/test_context.py", "-k", "other_calls"),
@@ -3123,7 +3123,7 @@ MUTANTS = (
     Mutant(
         "gradients-of-what-was-joined-early-once",
         "divisor",
-        "zerorun/context/rows.py",
+        "zerorun/context_parallel/rows.py",
         "        ctx.rows.view(parts).copy_(ctx.rows.view(grad) * ctx.rows.axis.size)",
         "        ctx.rows.view(parts).copy_(ctx.rows.view(grad))",
         ("tests/unit/test_context_models.py", "-k", "those_of_their_forward"),
@@ -3131,7 +3131,7 @@ MUTANTS = (
     Mutant(
         "recomputed-as-the-latest-sequence",
         "stale",
-        "zerorun/context/divided_model.py",
+        "zerorun/context_parallel/divided_model.py",
         "            return self._rows_of.get(measure)",
         "            return self.rows",
         ("tests/unit/test_context_models.py", "-k", "those_of_their_forward"),
@@ -3147,7 +3147,7 @@ MUTANTS = (
     Mutant(
         "own-numbers-between-blocks",
         "rank",
-        "zerorun/context/divided_model.py",
+        "zerorun/context_parallel/divided_model.py",
         "    division.streams.leave()",
         "    pass",
         ("tests/ranks/test_context_dropout.py", "-k", "leave_out_the_same_blocks"),
@@ -3155,7 +3155,7 @@ MUTANTS = (
     Mutant(
         "cache-that-nobody-fills",
         "swallowed",
-        "zerorun/context/divided_model.py",
+        "zerorun/context_parallel/divided_model.py",
         '            output["past_key_values"] = UnavailableOutput(_NO_CACHE)  # type: ignore[index]',
         "            pass",
         ("tests/unit/test_context_models.py", "-k", "decoding_by_hand"),
@@ -3163,7 +3163,7 @@ MUTANTS = (
     Mutant(
         "everyone-takes-the-first-head",
         "rank",
-        "zerorun/context/exchange.py",
+        "zerorun/context_parallel/exchange.py",
         "    return rank * count // size, rank * count // size + 1",
         "    return 0, 1",
         ("tests/unit/test_context_models.py", "-k", "llama"),
@@ -3171,7 +3171,7 @@ MUTANTS = (
     Mutant(
         "the-next-token-is-seen",
         "bound",
-        "zerorun/context/attention.py",
+        "zerorun/context_parallel/attention.py",
         "    line[: rows.count - 1] = -torch.inf",
         "    line[: rows.count - 2] = -torch.inf",
         ("tests/unit/test_context_models.py", "-k", "llama"),
@@ -3187,7 +3187,7 @@ MUTANTS = (
     Mutant(
         "labels-shifted-twice",  # transformers #48570
         "stale",
-        "zerorun/context/shard_loss.py",
+        "zerorun/context_parallel/shard_loss.py",
         '        targets = given.get("shift_labels")',
         "        targets = None",
         ("tests/unit/test_context_models.py", "-k", "counted"),
@@ -3195,7 +3195,7 @@ MUTANTS = (
     Mutant(
         "rows-routed-anew-when-recomputed",  # Automodel #2635, #3325
         "stale",
-        "zerorun/experts/replay.py",
+        "zerorun/expert_parallel/replayed_dispatch.py",
         "        return found.route if found is not None and found.alone else None",
         "        return None",
         ("tests/unit/test_experts.py", "-k", "sends_rows_where"),
@@ -3203,7 +3203,7 @@ MUTANTS = (
     Mutant(
         "gradients-of-rows-go-the-same-way",
         "rank",
-        "zerorun/experts/row_exchange.py",
+        "zerorun/expert_parallel/row_exchange.py",
         '        back = Exchange(self._axis, self._receives, self._sends, self._label.replace("forward", "backward"))',
         '        back = Exchange(self._axis, self._sends, self._receives, self._label.replace("forward", "backward"))',
         ("tests/unit/test_experts.py", "-k", "equals_one_process and mixtral"),
@@ -3211,7 +3211,7 @@ MUTANTS = (
     Mutant(
         "gradients-of-shared-experts-in-the-order-in-which-they-are-computed",
         "order",
-        "zerorun/experts/later.py",
+        "zerorun/expert_parallel/deferred_tensor.py",
         "    return x.view_as(x) if x.requires_grad else x",
         "    return x",
         ("tests/unit/test_experts.py", "-k", "one_after_the_other"),
@@ -3219,7 +3219,7 @@ MUTANTS = (
     Mutant(
         "recomputed-in-another-order",
         "order",
-        "zerorun/experts/dispatch.py",
+        "zerorun/expert_parallel/dispatch.py",
         "        return not any(map(_is_watched, (self._module, *self.shared))) if route is None else route.defers",
         "        return not any(map(_is_watched, (self._module, *self.shared)))",
         ("tests/unit/test_experts.py", "-k", "one_after_the_other"),
@@ -3227,7 +3227,7 @@ MUTANTS = (
     Mutant(
         "a-rank-has-an-expert-too-many",
         "bound",
-        "zerorun/experts/spread.py",
+        "zerorun/expert_parallel/spread_experts.py",
         "        setattr(module, name, local)",
         "        setattr(module, name, local + 1)",
         ("tests/unit/test_experts.py", "-k", "undone"),
@@ -3235,7 +3235,7 @@ MUTANTS = (
     Mutant(
         "experts-in-unequal-parts",
         "bound",
-        "zerorun/experts/known_experts.py",
+        "zerorun/expert_parallel/known_experts.py",
         "        if experts.count % size:",
         "        if experts.count < size:",
         ("tests/unit/test_experts.py", "-k", "do_not_divide"),
@@ -3243,7 +3243,7 @@ MUTANTS = (
     Mutant(
         "evaluation-counts",
         "stale",
-        "zerorun/experts/dispatch.py",
+        "zerorun/expert_parallel/dispatch.py",
         "        if self._module.training and torch.is_grad_enabled():",
         "        if self._module is not None:",
         ("tests/unit/test_experts.py", "-k", "evaluation"),
@@ -3251,7 +3251,7 @@ MUTANTS = (
     Mutant(
         "refused-for-its-numbers",
         "remedy",
-        "zerorun/experts/dispatch.py",
+        "zerorun/expert_parallel/dispatch.py",
         "        self._tried = row.is_meta or bool((wanted.isfinite() & found.isfinite()).all())",
         "        self._tried = True",
         ("tests/unit/test_experts.py", "-k", "not_finite"),
@@ -3259,7 +3259,7 @@ MUTANTS = (
     Mutant(
         "one-rank-alone-refuses",
         "swallowed",
-        "zerorun/experts/dispatch.py",
+        "zerorun/expert_parallel/dispatch.py",
         "        if _UNFIT in states:",
         "        if states[self.axis.rank] == _UNFIT:",
         ("tests/unit/test_experts.py", "-k", "weigh_otherwise"),
@@ -3267,7 +3267,7 @@ MUTANTS = (
     Mutant(
         "training-meets-evaluation",
         "swallowed",
-        "zerorun/experts/dispatch.py",
+        "zerorun/expert_parallel/dispatch.py",
         "        if len(set(states)) > 1:",
         "        if False:",
         ("tests/unit/test_experts.py", "-k", "trains_while"),
@@ -3275,7 +3275,7 @@ MUTANTS = (
     Mutant(
         "tried-in-one-run-alone",
         "stale",
-        "zerorun/experts/dispatch.py",
+        "zerorun/expert_parallel/dispatch.py",
         "            if route.tries:  # selective checkpointing counts the operations of both runs",
         "            if False:",
         ("tests/unit/test_experts.py", "-k", "not_finite"),
@@ -3283,7 +3283,7 @@ MUTANTS = (
     Mutant(
         "weights-of-tensor-ranks-own-rows",  # transformers #48205
         "rank",
-        "zerorun/experts/dispatch.py",
+        "zerorun/expert_parallel/dispatch.py",
         "        rows, weights = split_rows(rows, axis, bounds), split_rows(weights, axis, bounds)",
         "        rows, weights = split_rows(rows, axis, bounds), weights[bounds[axis.rank] : bounds[axis.rank + 1]]",
         ("tests/ranks/test_expert_training.py", "-k", "folded"),
@@ -3363,7 +3363,7 @@ MUTANTS = (
     Mutant(
         "a-spare-for-the-wrong-ranks",
         "rank",
-        "launcher/reserve.py",
+        "launcher/spare_hosts.py",
         "                self.names[index] = spare",
         "                self.names = [*self.names[:index], *self.names[index + 1 :], spare]",
         ("tests/unit/test_told_restarts.py::test_spares_take_the_places_of_the_lost",),
@@ -3371,7 +3371,7 @@ MUTANTS = (
     Mutant(
         "a-picture-keeps-what-is-freed",
         "sign",
-        "zerorun/planner/picture.py",
+        "zerorun/planner/memory_picture.py",
         "    ActionKind.BACKWARD: -1,",
         "    ActionKind.BACKWARD: 0,",
         ("tests/unit/test_plan_search.py::test_the_picture_ends_and_peaks_as_planned",),
@@ -3427,7 +3427,7 @@ MUTANTS = (
     Mutant(
         "a-lost-host-is-tried-without-pause",
         "bound",
-        "launcher/reserve.py",
+        "launcher/spare_hosts.py",
         "            if due.node is None and now >= due.at:",
         "            if due.node is None:",
         ("tests/unit/test_told_restarts.py::test_lost_hosts_are_tried_until_they_are_back",),
@@ -3467,7 +3467,7 @@ MUTANTS = (
     Mutant(
         "abandoned-copies-stay",
         "swallowed",
-        "launcher/keeper.py",
+        "launcher/copy_keeper.py",
         "                shutil.rmtree(folder, ignore_errors=True)",
         "                pass",
         ("tests/unit/test_told_restarts.py::test_what_nobody_could_empty_is_emptied_by_the_next_job",),
@@ -3476,7 +3476,7 @@ MUTANTS = (
         "copies-of-another-engine",
         "stale",
         "zerorun/checkpoint/memory_copies.py",
-        "        return cls(subject, run, keeper.engine_folders.take(place), every_steps)  # see [Note: several engines]",
+        "        return cls(subject, run, copy_keeper.engine_folders.take(place), every_steps)  # see [Note: several engines]",
         '        return cls(subject, run, Path(place, "0"), every_steps)',
         ("tests/ranks/test_memory_copies.py::test_engines_of_one_job_do_not_take_each_other_s_copies",),
     ),
@@ -3523,7 +3523,7 @@ MUTANTS = (
     Mutant(
         "a-step-on-one-node-is-on-several",
         "rank",
-        "zerorun/watch/launched.py",
+        "zerorun/watch/launch_environment.py",
         '    one_node = environment.get("SLURM_STEP_NUM_NODES", environment.get("SLURM_NNODES")) == "1"',
         '    one_node = environment.get("SLURM_NNODES") == "1"',
         ("tests/unit/test_sidecars.py::test_who_has_started_a_rank_and_where",),
@@ -3531,34 +3531,34 @@ MUTANTS = (
     Mutant(
         "a-batch-script-is-a-task-of-several",
         "wait",
-        "zerorun/watch/launched.py",
+        "zerorun/watch/launch_environment.py",
         '    if not is_task_of_several(environment) or "SLURM_PROCID" not in environment:',
         '    if environment.get("SLURM_NTASKS", "1") == "1" or "SLURM_PROCID" not in environment:',
-        ("tests/unit/test_launched.py::test_where_a_rank_is",),
+        ("tests/unit/test_launch_environment.py::test_where_a_rank_is",),
     ),
     Mutant(
         "mpiruns-daemons-of-srun-are-the-ranks",
         "rank",
-        "zerorun/watch/launched.py",
+        "zerorun/watch/launch_environment.py",
         "    for told in (*_told_by_mpirun(environment), _told_by_srun(environment)):",
         "    for told in (_told_by_srun(environment), *_told_by_mpirun(environment)):",
-        ("tests/unit/test_launched.py::test_where_a_rank_is",),
+        ("tests/unit/test_launch_environment.py::test_where_a_rank_is",),
     ),
     Mutant(
         "ranks-meet-where-srun-was-typed",
         "rank",
-        "zerorun/watch/launched.py",
+        "zerorun/watch/launch_environment.py",
         '    told["MASTER_ADDR"] = "127.0.0.1" if one_node else first or environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")',
         '    told["MASTER_ADDR"] = environment.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")',
-        ("tests/unit/test_launched.py::test_where_a_rank_is",),
+        ("tests/unit/test_launch_environment.py::test_where_a_rank_is",),
     ),
     Mutant(
         "another-groups-ranks-are-here",
         "rank",
-        "zerorun/watch/launched.py",
+        "zerorun/watch/launch_environment.py",
         '    known = told.get("WORLD_SIZE", str(world_size)) == str(world_size)',
         "    known = True",
-        ("tests/unit/test_launched.py::test_how_many_ranks_are_here",),
+        ("tests/unit/test_launch_environment.py::test_how_many_ranks_are_here",),
     ),
     Mutant(
         "workers-of-zerorun-are-torchruns",
@@ -3659,7 +3659,7 @@ MUTANTS = (
     Mutant(
         "a-lost-host-never-returns",
         "stale",
-        "launcher/reserve.py",
+        "launcher/spare_hosts.py",
         "                self.reserve[self.reserve.index(spare)] = name  # it may come back, and is in reserve then",
         "                self.reserve.remove(spare)",
         ("tests/unit/test_told_restarts.py::test_spares_take_the_places_of_the_lost",),
@@ -3667,7 +3667,7 @@ MUTANTS = (
     Mutant(
         "a-host-that-does-not-answer-is-waited-for",
         "wait",
-        "launcher/reserve.py",
+        "launcher/spare_hosts.py",
         "        if node.lost is None and (node.trouble or now >= due.at):",
         "        if node.lost is None and node.trouble:",
         (
@@ -3677,7 +3677,7 @@ MUTANTS = (
     Mutant(
         "pauses-between-tries-grow-for-ever",
         "bound",
-        "launcher/reserve.py",
+        "launcher/spare_hosts.py",
         "        due.at, due.delay = now + ANSWER_S, min(2 * due.delay, _LONGEST_S)",
         "        due.at, due.delay = now + ANSWER_S, 2 * due.delay",
         (
@@ -3695,7 +3695,7 @@ MUTANTS = (
     Mutant(
         "a-picture-of-another-stage",
         "rank",
-        "zerorun/planner/picture.py",
+        "zerorun/planner/memory_picture.py",
         "    spans = model.schedule(drawn, record=True).spans[stage]",
         "    spans = model.schedule(drawn, record=True).spans[0]",
         ("tests/unit/test_plan_search.py::test_the_picture_ends_and_peaks_as_planned",),
@@ -3719,7 +3719,7 @@ MUTANTS = (
     Mutant(
         "gradients-of-rows-are-waited-for-at-once",
         "wait",
-        "zerorun/experts/row_exchange.py",
+        "zerorun/expert_parallel/row_exchange.py",
         "        self._back = begin(grad, back), back",
         '        self._back = end(begin(grad, back), back), Exchange(self._axis, (), (), "")',
         ("tests/ranks/test_expert_training.py", "-k", "rows_travel_beside and messages"),
@@ -3727,7 +3727,7 @@ MUTANTS = (
     Mutant(
         "shared-experts-after-the-exchange",
         "order",
-        "zerorun/experts/later.py",
+        "zerorun/expert_parallel/deferred_tensor.py",
         "            other.finished()",
         "            pass",
         ("tests/ranks/test_expert_training.py", "-k", "rows_travel_beside and ernie"),
@@ -3746,7 +3746,7 @@ MUTANTS = (
         "zerorun/watch/board.py",
         "        return self[:-1]",
         "        return self[:1]",
-        ("tests/unit/test_sizes.py::test_what_is_not_the_same_collective_is_not_compared",),
+        ("tests/unit/test_collective_sizes.py::test_what_is_not_the_same_collective_is_not_compared",),
     ),
     Mutant(
         "sizes-of-other-engines-are-compared",
@@ -3759,10 +3759,10 @@ MUTANTS = (
     Mutant(
         "the-majority-has-the-wrong-size",
         "sign",
-        "zerorun/watch/sizes.py",
+        "zerorun/watch/collective_sizes.py",
         "        return sorted(found.values(), key=len)",
         "        return sorted(found.values(), key=len, reverse=True)",
-        ("tests/unit/test_sizes.py::test_the_odd_one_is_named_with_both_sizes",),
+        ("tests/unit/test_collective_sizes.py::test_the_odd_one_is_named_with_both_sizes",),
     ),
     Mutant(
         "asynchronous-calls-of-the-script-wait",
@@ -3778,7 +3778,7 @@ MUTANTS = (
         "zerorun/watch/verdict.py",
         "            if self.asked_for and one.sight.limit_s is None:  # torch's own time limit, which the script may set, ends it",
         "            if False:",
-        ("tests/unit/test_sizes.py::test_how_long_a_barrier_of_the_script_takes_is_for_the_script_to_say",),
+        ("tests/unit/test_collective_sizes.py::test_how_long_a_barrier_of_the_script_takes_is_for_the_script_to_say",),
     ),
     Mutant(
         "reads-behind-the-end-of-a-smaller-tensor",
@@ -3791,10 +3791,10 @@ MUTANTS = (
     Mutant(
         "who-has-left-is-asked-for-what-others-make",
         "rank",
-        "zerorun/watch/sizes.py",
+        "zerorun/watch/collective_sizes.py",
         "        if note.collective in known or rank not in note.members(world_size):",
         "        if note.collective in known:",
-        ("tests/unit/test_sizes.py::test_a_rank_that_has_left_and_is_not_needed",),
+        ("tests/unit/test_collective_sizes.py::test_a_rank_that_has_left_and_is_not_needed",),
     ),
     Mutant(
         "loaders-of-a-rank-that-was-ended-stay",
@@ -3831,7 +3831,7 @@ MUTANTS = (
     Mutant(
         "what-was-frozen-hangs",
         "bound",
-        "launcher/loop.py",
+        "launcher/event_loop.py",
         "        return 0.0 if last is None else max(0.0, now - last - _LONGEST_TURN_S)",
         "        return 0.0",
         ("tests/unit/test_told_hangs.py::test_a_job_that_was_frozen_does_not_hang",),
@@ -3951,7 +3951,7 @@ MUTANTS = (
     Mutant(
         "what-is-added-is-not-noticed",
         "swallowed",
-        "zerorun/zero/guards.py",
+        "zerorun/zero/parameter_guards.py",
         "        self._may_be_more = True",
         "        self._may_be_more = False",
         ("tests/ranks/test_bad_input.py", "-k", "later"),
@@ -4119,7 +4119,7 @@ MUTANTS = (
     Mutant(
         "half-loaded-trains-on",
         "swallowed",
-        "zerorun/engine/outcomes.py",
+        "zerorun/engine/step_outcomes.py",
         "            self.sharded_model.half_loaded.refuse()",
         "            pass",
         ("tests/ranks/test_half_loaded.py", "-k", "half_of_a_damaged"),
@@ -4231,7 +4231,7 @@ MUTANTS = (
     Mutant(
         "what-is-around-a-forward-goes-with-it",
         "stale",
-        "zerorun/plan/forwards.py",
+        "zerorun/plan/replaced_forwards.py",
         "        if vars(self.module).get(self._name) is not self:",
         "        if False:",
         ("tests/ranks/test_direct_calls.py", "-k", "left"),
@@ -4343,7 +4343,7 @@ MUTANTS = (
     Mutant(
         "slow-readers-are-not-waited-for",
         "wait",
-        "launcher/screen.py",
+        "launcher/worker_output.py",
         "            elif stopped and now - since > _STOPPED_SECONDS:",
         "            elif now - since > _STOPPED_SECONDS:",
         ("tests/unit/test_launcher_processes.py", "-k", "slow_reader"),
@@ -4351,7 +4351,7 @@ MUTANTS = (
     Mutant(
         "links-to-scripts-are-not-followed",
         "stale",
-        "launcher/warm.py",
+        "launcher/warm_workers.py",
         "        sys.argv, sys.path[0:0] = list(argv), [] if safe else [os.path.dirname(os.path.realpath(path))]",
         "        sys.argv, sys.path[0:0] = list(argv), [] if safe else [os.path.dirname(path)]",
         ("tests/unit/test_told_restarts.py", "-k", "as_python_does"),
@@ -4359,7 +4359,7 @@ MUTANTS = (
     Mutant(
         "long-tracebacks-lose-their-header",
         "stale",
-        "launcher/screen.py",
+        "launcher/worker_output.py",
         "        kept = self._lines if traceback is None or traceback.length <= TAIL_LINES else traceback.lines()",
         "        kept = self._lines",
         ("tests/unit/test_launcher.py", "-k", "long_traceback"),
@@ -4367,7 +4367,7 @@ MUTANTS = (
     Mutant(
         "batch-jobs-restart-where-they-end",
         "order",
-        "launcher/outcome.py",
+        "launcher/run_outcome.py",
         "        if has_queue:",
         "        if False:",
         ("tests/unit/test_launcher_hosts.py", "-k", "back_into_the_queue"),
@@ -4391,7 +4391,7 @@ MUTANTS = (
     Mutant(
         "formulas-without-their-states-are-loaded",
         "stale",
-        "zerorun/checkpoint/group_settings.py",
+        "zerorun/checkpoint/param_group_settings.py",
         "        if variant.needed and any(kinds and not any(is_of(k, variant.needed) for k in kinds) for kinds in kept):",
         "        if False:",
         ("tests/ranks/test_saved_optimizers.py", "-k", "formulas_that_need"),
@@ -4535,7 +4535,7 @@ MUTANTS = (
     Mutant(
         "micro-batches-of-a-step-that-begins-anew-are-saved",
         "stale",
-        "zerorun/engine/outcomes.py",
+        "zerorun/engine/step_outcomes.py",
         '        return {name: getattr(self, name) for name in COUNTERS} | {"micro_steps": self.accumulation.begun_at}',
         "        return {name: getattr(self, name) for name in COUNTERS}",
         ("tests/ranks/test_loop_queries.py", "-k", "save_in_the_middle"),
@@ -4575,7 +4575,7 @@ MUTANTS = (
     Mutant(
         "trials-read-the-table-of-the-process",
         "stale",
-        "zerorun/optim/needs.py",
+        "zerorun/optim/optimizer_needs.py",
         "    give_overrides(made, {copy: overrides[id(own)] for copy, own in copies.items() if id(own) in overrides})",
         "",
         ("tests/ranks/test_low_bit_states.py", "-k", "overrides_of_single"),
@@ -4687,7 +4687,7 @@ MUTANTS = (
     Mutant(
         "wrapped-blocks-have-a-length",
         "swallowed",
-        "zerorun/activations/region.py",
+        "zerorun/activations/checkpointed_call.py",
         "    buffers = BufferStates(_modules_of_call(function if module is None else module, args, kwargs))",
         "    buffers = BufferStates(_modules_of_call(module or function, args, kwargs))",
         ("tests/ranks/test_compile.py", "-k", "script_compiles"),
@@ -4703,7 +4703,7 @@ MUTANTS = (
     Mutant(
         "what-decorators-return-is-compiled-alike",
         "swallowed",
-        "zerorun/plan/forwards.py",
+        "zerorun/plan/replaced_forwards.py",
         "    function.__code__ = function.__code__.replace()  # what a decorator returns shares its code with others",
         "    pass",
         ("tests/ranks/test_compile.py", "-k", "under_the_same_decorator"),
@@ -4719,7 +4719,7 @@ MUTANTS = (
     Mutant(
         "sparse-inputs-take-strided-data",
         "swallowed",
-        "zerorun/activations/versions.py",
+        "zerorun/activations/changed_in_place.py",
         "        if tensor.layout == torch.strided:  # others take only data of their own layout",
         "        if True:",
         ("tests/unit/test_activation_checkpointing_calls.py", "-k", "sparse"),
@@ -4743,7 +4743,7 @@ MUTANTS = (
     Mutant(
         "rates-of-a-failed-schedule-stay",
         "swallowed",
-        "zerorun/optim/requested.py",
+        "zerorun/optim/requested_optimizer.py",
         "        for table, entries in (*self._tables, *self._groups):",
         "        for table, entries in self._tables:",
         ("tests/ranks/test_foreign_values.py", "-k", "given_again"),
@@ -4759,7 +4759,7 @@ MUTANTS = (
     Mutant(
         "what-was-taken-out-still-counts",
         "stale",
-        "zerorun/zero/guards.py",
+        "zerorun/zero/parameter_guards.py",
         "            self._look()  # nobody tells what has been taken out of the module since",
         "            pass",
         ("tests/ranks/test_bad_input.py", "-k", "is_no_error"),
@@ -4783,7 +4783,7 @@ MUTANTS = (
     Mutant(
         "parts-decide-what-is-coded",
         "rank",
-        "zerorun/plan/make.py",
+        "zerorun/plan/make_plan.py",
         "        return self.wire.of(spec, param, self._dtype(param), trained=self._is_trained(param), numel=self._numel(param))",
         "        return self.wire.of(spec, param, self._dtype(param), trained=self._is_trained(param), numel=param.numel())",
         ("tests/unit/test_parallel_plans.py", "-k", "same_flat_groups"),
@@ -4951,7 +4951,7 @@ MUTANTS = (
     Mutant(
         "garbage-of-one-rank-keeps-a-model",
         "rank",
-        "zerorun/engine/taking_over.py",
+        "zerorun/engine/former_engines.py",
         "    gc.collect()  # a trainer that is in a cycle with its engine may have been collected on some ranks only",
         "",
         ("tests/ranks/test_foreign_values.py", "-k", "engine_nobody_has"),
@@ -4975,7 +4975,7 @@ MUTANTS = (
     Mutant(
         "neighbours-of-a-set-part-are-gathered-anew",
         "order",
-        "zerorun/zero/edits.py",
+        "zerorun/zero/edited_values.py",
         "        entry_view(home, flat_group.full).copy_(entry_view(home, whole))  # others may have edits of this rank, in a block",
         "        flat_group.full.copy_(whole)",
         ("tests/ranks/test_access.py", "-k", "parts_that_are_set"),
@@ -5055,7 +5055,7 @@ MUTANTS = (
     Mutant(
         "streams-go-on-in-a-second-run",
         "stale",
-        "zerorun/activations/region.py",
+        "zerorun/activations/checkpointed_call.py",
         "        with buffers.as_before(), streams.as_before(random_states):",
         "        with buffers.as_before():",
         ("tests/unit/test_random_streams.py", "-k", "checkpointed_call"),
@@ -5079,7 +5079,7 @@ MUTANTS = (
     Mutant(
         "a-stage-refuses-a-step-alone",
         "rank",
-        "zerorun/engine/outcomes.py",
+        "zerorun/engine/step_outcomes.py",
         "        return True",
         "        return False",
         ("tests/ranks/test_agreed_steps.py", "-k", "takes_no_step"),
@@ -5119,7 +5119,7 @@ MUTANTS = (
     Mutant(
         "an-update-of-gradients-fails-on-one-rank",
         "swallowed",
-        "zerorun/zero/edits.py",
+        "zerorun/zero/edited_values.py",
         "    agree(update, model.comm.control.data_values)",
         "    update()",
         ("tests/ranks/test_agreed_steps.py", "-k", "update_of_gradients"),
@@ -5159,7 +5159,7 @@ MUTANTS = (
     Mutant(
         "a-step-drops-a-write",
         "swallowed",
-        "zerorun/engine/outcomes.py",
+        "zerorun/engine/step_outcomes.py",
         "    model.runtime.guard.refuse_edits()",
         "    pass",
         ("tests/ranks/test_writes_of_scripts.py", "-k", "master_does_not_know"),
@@ -5167,7 +5167,7 @@ MUTANTS = (
     Mutant(
         "a-late-write-is-dropped",
         "stale",
-        "zerorun/zero/guards.py",
+        "zerorun/zero/parameter_guards.py",
         "        if not surely and self._looks >= LOOKING_STEPS and counted == self._counted:",
         "        if not surely and self._looks >= LOOKING_STEPS:",
         ("tests/ranks/test_writes_of_scripts.py", "-k", "master_does_not_know"),
@@ -5175,7 +5175,7 @@ MUTANTS = (
     Mutant(
         "a-write-whose-master-is-on-a-disk",
         "swallowed",
-        "zerorun/zero/guards.py",
+        "zerorun/zero/parameter_guards.py",
         "        self._copies = [group for unit in units for group in unit.trainable if shows_copy(group)]",
         "        self._copies = [g for unit in units for g in unit.trainable if shows_copy(g) and not unit.placement.states_on_disk]",
         ("tests/ranks/test_writes_of_scripts.py", "-k", "master_does_not_know"),
@@ -5191,7 +5191,7 @@ MUTANTS = (
     Mutant(
         "masks-of-placeholders",
         "swallowed",
-        "zerorun/zero/guards.py",
+        "zerorun/zero/parameter_guards.py",
         "            if pruned is not None and storage_key(pruned) == storage_key(group.marks):",
         "            if False:",
         ("tests/ranks/test_writes_of_scripts.py", "-k", "masks"),
@@ -5239,7 +5239,7 @@ MUTANTS = (
     Mutant(
         "a-rank-that-leaves-out-a-step-is-not-told",
         "swallowed",
-        "zerorun/engine/outcomes.py",
+        "zerorun/engine/step_outcomes.py",
         '    if differing.losses and "losses" not in history.advised:',
         "    if False:",
         ("tests/ranks/test_agreed_steps.py", "-k", "leaves_out"),
@@ -5271,7 +5271,7 @@ MUTANTS = (
     Mutant(
         "what-one-rank-has-frozen-is-not-told",
         "swallowed",
-        "zerorun/engine/outcomes.py",
+        "zerorun/engine/step_outcomes.py",
         '    if differing.frozen and "frozen" not in history.advised:',
         "    if False:",
         ("tests/ranks/test_agreed_steps.py", "-k", "frozen"),

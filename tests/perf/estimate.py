@@ -20,7 +20,7 @@ import torch
 import zerorun
 from zerorun.distributed.topology import Topology
 from zerorun.memory.fitting import Fitting
-from zerorun.plan.make import make_plan
+from zerorun.plan.make_plan import make_plan
 from zerorun.startup.inputs import take_in
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))

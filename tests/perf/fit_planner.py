@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 
 from zerorun.planner.calibration import PATH, Calibration, Constants, fitted, key_of
-from zerorun.planner.published import PublishedRun, published_runs
+from zerorun.planner.published_runs import PublishedRun, published_runs
 
 NAMES = [field.name for field in fields(Constants)]
 LIMITS = {"fp8": (0.6, 1.0), "traffic": (200, 450), "pieces": (1, 64), "selective": (0.1, 1.0), "sent": (0.1, 1.5)}

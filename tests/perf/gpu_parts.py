@@ -13,8 +13,8 @@ import torch
 from gpu_models import Olmo, Shape, Step, build, config, free
 
 from zerorun.ops import native, on_cuda, single_pass
-from zerorun.ops.operands import Operands
-from zerorun.ops.torch_path import adam as torch_adam
+from zerorun.ops.torch_updates import adam as torch_adam
+from zerorun.ops.update_operands import Operands
 
 GIB = 1 << 30
 STEP_BYTES = 28  # per element of a mixed-precision AdamW update: bf16 in, three fp32 tensors both ways, bf16 out

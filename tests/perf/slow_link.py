@@ -25,7 +25,7 @@ from jobs import Job
 from test_standing_still import job_in_step_ten
 from testbed import Cluster
 
-from zerorun.launcher.boards import open_board
+from zerorun.launcher.worker_boards import open_board
 from zerorun.watch.board import PAGE, Sight, read
 
 HOSTS = 4

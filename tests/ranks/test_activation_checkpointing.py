@@ -22,7 +22,7 @@ from torch import nn
 from training import make_config, make_engine, run_steps, shared_topology, train
 
 import zerorun
-from zerorun.activations import blocks, host_pool, region
+from zerorun.activations import blocks, checkpointed_call, host_pool
 from zerorun.activations.blocks import BlockForward
 
 POLICIES: dict[str, dict[str, Any]] = {
@@ -197,7 +197,7 @@ def count_calls(stage: int, section: dict[str, Any]) -> dict[str, Any]:
     """How many checkpoints a forward makes in which mode, and what destroy() leaves."""
     engine = make_engine(CASES["plain"], make_config(stage, activation_checkpointing=section))
     module, made = engine.module, []
-    original = region.torch_checkpoint
+    original = checkpointed_call.torch_checkpoint
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         made.append(1)
@@ -208,7 +208,7 @@ def count_calls(stage: int, section: dict[str, Any]) -> dict[str, Any]:
         engine(tokens(Place(dist.get_rank()))[:, :-1])
         return len(made)
 
-    region.torch_checkpoint = counting
+    checkpointed_call.torch_checkpoint = counting
     try:
         found: dict[str, Any] = {"train": forward()}
         with torch.no_grad():
@@ -218,7 +218,7 @@ def count_calls(stage: int, section: dict[str, Any]) -> dict[str, Any]:
         engine.train()
         found["train again"] = forward()
     finally:
-        region.torch_checkpoint = original
+        checkpointed_call.torch_checkpoint = original
     forwards = [(block.forward, getattr(block.forward, "inner", None)) for block in module.blocks]
     found["replaced"] = sum(any(isinstance(each, BlockForward) for each in pair) for pair in forwards)
     found["configured"] = zerorun.checkpointing.is_configured()

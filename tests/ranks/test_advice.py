@@ -16,7 +16,7 @@ from training import make_config, make_engine, shared_topology
 
 import zerorun
 from zerorun.engine import accumulation as micro_batches
-from zerorun.engine import outcomes, pipeline_engine
+from zerorun.engine import pipeline_engine, step_outcomes
 from zerorun.engine.pipeline_engine import PipelineEngine
 from zerorun.pipeline.module import PipelineModule
 from zerorun.zero import sharded_optimizer
@@ -171,7 +171,7 @@ def train_on_rows(stage: int, tensor: int, divides: bool) -> list[str]:
             engine.backward(getattr(output, "logits", output).float().square().mean())
             engine.step()
 
-    return said(outcomes, act)
+    return said(step_outcomes, act)
 
 
 def train_on_rows_in_stages(divides: bool) -> list[str]:

@@ -10,7 +10,7 @@ from torch import nn
 from training import make_config, make_engine
 
 from zerorun.log import logger
-from zerorun.plan.ledger import planned_bytes
+from zerorun.plan.byte_ledger import planned_bytes
 
 
 class Buffered(Mlp):

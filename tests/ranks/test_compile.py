@@ -19,7 +19,7 @@ from training import make_config
 import zerorun
 from zerorun.pipeline.layer_spec import LayerSpec
 from zerorun.pipeline.module import PipelineModule
-from zerorun.plan.forwards import uncompiled
+from zerorun.plan.replaced_forwards import uncompiled
 
 _compiled: list[Any] = []
 

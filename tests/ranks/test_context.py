@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from training import make_config, merged
 
 import zerorun
-from zerorun.context import attention
-from zerorun.context.shard_loss import InModel
+from zerorun.context_parallel import attention
+from zerorun.context_parallel.shard_loss import InModel
 from zerorun.errors import ModelError
 from zerorun.zero import safe_get_full_grad
 

@@ -35,9 +35,9 @@ from training import PLACES, counted_collectives, make_config, merged, placed
 import zerorun
 from zerorun.distributed.replication import Family
 from zerorun.errors import ModelError, ReleasedParameterError
-from zerorun.plan.ledger import planned_bytes
-from zerorun.plan.step import step_collectives
-from zerorun.plan.written import as_table, from_json, to_json
+from zerorun.plan.byte_ledger import planned_bytes
+from zerorun.plan.step_collectives import step_collectives
+from zerorun.plan.written_plan import as_table, from_json, to_json
 from zerorun.zero import (
     GatheredParameters,
     full_gradients,

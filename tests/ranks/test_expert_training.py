@@ -26,9 +26,9 @@ from zerorun.checkpoint.tensorfile import TensorFile
 from zerorun.distributed.transport.statistics import Pending
 from zerorun.distributed.transport.transport import Transport
 from zerorun.engine.pipeline_engine import PipelineEngine
-from zerorun.experts.dispatch import Dispatch
-from zerorun.experts.known_experts import find_experts
-from zerorun.experts.later import Shared, Steps, result_of
+from zerorun.expert_parallel.deferred_tensor import Shared, Steps, result_of
+from zerorun.expert_parallel.dispatch import Dispatch
+from zerorun.expert_parallel.known_experts import find_experts
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install -e '.[test]'")
 

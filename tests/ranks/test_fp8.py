@@ -32,10 +32,10 @@ import zerorun
 from zerorun.distributed.float8_codes import Float8Cast
 from zerorun.distributed.layout import build_layout
 from zerorun.errors import ConfigError, ModelError
-from zerorun.plan.make import make_plan, planned_topology
-from zerorun.plan.step import LARGEST, step_collectives
+from zerorun.plan.make_plan import make_plan, planned_topology
+from zerorun.plan.step_collectives import LARGEST, step_collectives
 from zerorun.startup.inputs import take_in
-from zerorun.verify.permuted import PermutedSums, backwards
+from zerorun.verify.summation_order import PermutedSums, backwards
 
 STEPS = 2
 EXACT, AS_FP8 = 1e-6, 5e-3

@@ -25,7 +25,7 @@ from zerorun.distributed import layout
 from zerorun.distributed.layout import build_layout
 from zerorun.distributed.transport import huge_pages
 from zerorun.distributed.transport.mapped_shards import _places
-from zerorun.plan import make
+from zerorun.plan import make_plan
 
 STEPS = 2
 MODELS = ("tied", "unused_alternating_steps", "moe", "repeated_apart", "two_forwards", "checkpoint_groups")  # by day
@@ -168,12 +168,12 @@ def resident_bytes(kept: float) -> dict[str, Any]:
     data = torch.ones(4, 256, requires_grad=True)  # so that the first block has a backward hook, too
     case = Case("tower", build_tower, lambda model, place: model(data).sum(), classes=("Sequential",))
     block = 256 * 256 * 4 * (dist.get_world_size() - 1) // dist.get_world_size()
-    make.KEPT_BYTES, usual = int(kept * block), make.KEPT_BYTES
+    make_plan.KEPT_BYTES, usual = int(kept * block), make_plan.KEPT_BYTES
     try:
         with whole_pages():
             engine = make_engine(case, make_config(3))
     finally:
-        make.KEPT_BYTES = usual
+        make_plan.KEPT_BYTES = usual
     seen: list[float] = []
 
     def look(*_: Any) -> None:
@@ -294,12 +294,12 @@ def test_large_shards_begin_in_their_file_where_they_do_in_their_buffer(rank: in
 
 
 def many_segments() -> list[bool]:
-    make.MOST_RANGES, usual = 7, make.MOST_RANGES
+    make_plan.MOST_RANGES, usual = 7, make_plan.MOST_RANGES
     try:
         with whole_pages():
             engine = make_engine(CASE, make_config(3))
     finally:
-        make.MOST_RANGES = usual
+        make_plan.MOST_RANGES = usual
     forward_loss = float(CASE.loss(engine, Place(0, 0, 0)))
     found = [flat_group.plan.mapped for flat_group in flat_groups(engine)]
     engine.destroy()

@@ -24,7 +24,7 @@ import zerorun
 from zerorun.checkpoint.kept_parts import BLOCK_BYTES, records_in
 from zerorun.checkpoint.memory_copies import MemoryCopies, partners
 from zerorun.errors import DoesNotFitError
-from zerorun.launcher import keeper
+from zerorun.launcher import copy_keeper
 
 WIDTH = 24
 
@@ -54,7 +54,7 @@ def model_of(width: int) -> nn.Sequential:
 
 def make(folder: Path, stage: int, seed: int, width: int = WIDTH, number: int = 0, **checkpoint: Any) -> zerorun.Engine:
     """The engine ``number`` of a start, on a rank whose host keeps copies in ``folder``."""
-    keeper.engine_folders = keeper.EngineFolders(number)
+    copy_keeper.engine_folders = copy_keeper.EngineFolders(number)
     rank = own_rank()
     own = folder / f"host{rank}"
     own.mkdir(parents=True, exist_ok=True)

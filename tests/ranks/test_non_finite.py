@@ -16,7 +16,7 @@ from test_foreign_values import Layers, build, data
 from training import make_config
 
 import zerorun
-from zerorun.engine.outcomes import SKIPS_IN_A_ROW
+from zerorun.engine.step_outcomes import SKIPS_IN_A_ROW
 
 
 def plain(engine: zerorun.Engine, loss: torch.Tensor) -> None:

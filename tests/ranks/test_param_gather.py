@@ -20,7 +20,7 @@ from training import make_config, make_engine, train
 
 import zerorun
 from zerorun import zero
-from zerorun.plan.step import step_collectives
+from zerorun.plan.step_collectives import step_collectives
 
 STEPS = 3
 

@@ -31,7 +31,7 @@ from zerorun.distributed.transport.peer_memory import PeerEnded, PeerMemory, Pee
 from zerorun.distributed.transport.same_host import SameHost
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.errors import OrderError
-from zerorun.plan import make
+from zerorun.plan import make_plan
 
 STEPS = 2
 MODELS = ("tied", "frozen", "lora", "unused_on_one_rank", "moe", "repeated_apart", "checkpoint_groups")  # by day
@@ -314,7 +314,7 @@ def train_unpacked(model: str, config: dict[str, Any]) -> tuple[Result, bool]:
 
     Slots begin with NaN, as they may: what is of no parameter must not come into the norm.
     """
-    make.LARGE_NUMEL, usual = 0, make.LARGE_NUMEL
+    make_plan.LARGE_NUMEL, usual = 0, make_plan.LARGE_NUMEL
     try:
         seen = []
         real = SameHost.sum_parts
@@ -326,7 +326,7 @@ def train_unpacked(model: str, config: dict[str, Any]) -> tuple[Result, bool]:
         finish(engine, result)
         return result, bool(seen)
     finally:
-        make.LARGE_NUMEL, SameHost.sum_parts = usual, real  # type: ignore[method-assign]
+        make_plan.LARGE_NUMEL, SameHost.sum_parts = usual, real  # type: ignore[method-assign]
 
 
 @pytest.mark.each_value

@@ -18,11 +18,11 @@ from torch import nn
 from training import counted_collectives, make_config
 
 import zerorun
-from zerorun.plan.ledger import planned_bytes, with_states
-from zerorun.plan.make import make_plan, planned_topology
+from zerorun.plan.byte_ledger import planned_bytes, with_states
+from zerorun.plan.make_plan import make_plan, planned_topology
 from zerorun.plan.optimizer_states import OptimizerStates
 from zerorun.plan.sharding_plan import ShardingPlan
-from zerorun.plan.step import Collective, step_collectives
+from zerorun.plan.step_collectives import Collective, step_collectives
 from zerorun.startup.inputs import take_in
 from zerorun.zero.init import part_of
 

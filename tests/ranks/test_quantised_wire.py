@@ -20,10 +20,10 @@ from torch import nn
 from training import make_config, make_engine, run_steps, train
 
 from zerorun import zero
-from zerorun.distributed.block_codes import BLOCK, coded_bytes
+from zerorun.distributed.quantised_blocks import BLOCK, coded_bytes
 from zerorun.errors import ConfigError
-from zerorun.plan.make import make_plan, planned_topology
-from zerorun.plan.step import step_collectives
+from zerorun.plan.make_plan import make_plan, planned_topology
+from zerorun.plan.step_collectives import step_collectives
 from zerorun.startup.inputs import take_in
 
 STEPS = 3

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import test_coded_sums
 import test_parallel_matrix
+import test_quantised_sums
 import test_simulated_device
 import torch
 import torch.distributed as dist
@@ -20,12 +20,12 @@ from training import counted_collectives, make_config, make_engine, run_steps, t
 
 from zerorun import zero
 from zerorun.config.parse import load_config
-from zerorun.distributed.block_codes import coded_bytes
-from zerorun.distributed.secondary import Secondary
+from zerorun.distributed.quantised_blocks import coded_bytes
+from zerorun.distributed.secondary_partition import Secondary
 from zerorun.errors import TopologyError
 from zerorun.memory.estimate import estimate_memory
-from zerorun.plan.make import make_plan, planned_topology
-from zerorun.plan.step import step_collectives
+from zerorun.plan.make_plan import make_plan, planned_topology
+from zerorun.plan.step_collectives import step_collectives
 from zerorun.startup.inputs import take_in
 
 STEPS = 2
@@ -153,7 +153,7 @@ def test_deepspeed_4851_5059_6926_training_has_the_bits_of_plain_stage_3(rows: l
     ],
 )
 def test_what_is_sent_and_held_is_planned(config: dict[str, Any]) -> None:
-    for calls, expected, as_held in run_ranks(4, test_coded_sums.observed, config, None):
+    for calls, expected, as_held in run_ranks(4, test_quantised_sums.observed, config, None):
         assert calls == expected
         assert as_held
 

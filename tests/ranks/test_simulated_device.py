@@ -29,7 +29,7 @@ import zerorun
 from zerorun import zero
 from zerorun.activations import host_pool
 from zerorun.errors import SwapError
-from zerorun.plan.step import step_collectives
+from zerorun.plan.step_collectives import step_collectives
 
 STEPS = 3
 SETTINGS: dict[str, Any] = {

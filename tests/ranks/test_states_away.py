@@ -20,8 +20,8 @@ from training import finish, make_config, make_engine, shared_topology
 import zerorun
 from zerorun import zero
 from zerorun.errors import ReleasedParameterError, StepError
-from zerorun.plan.ledger import total_of
-from zerorun.zero.away import StateKind
+from zerorun.plan.byte_ledger import total_of
+from zerorun.zero.offloaded_states import StateKind
 
 CASE, STEPS, ACCUMULATION = CASES["plain"], 3, 2
 KINDS = [kind.value for kind in StateKind]

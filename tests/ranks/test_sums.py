@@ -31,7 +31,7 @@ import zerorun
 from zerorun.deepspeed.kernel_names import FusedLamb
 from zerorun.errors import ModelError
 from zerorun.optim.lamb import Lamb
-from zerorun.plan.step import step_collectives
+from zerorun.plan.step_collectives import step_collectives
 from zerorun.zero.access import safe_get_full_optimizer_state
 
 STEPS = 3

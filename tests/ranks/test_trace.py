@@ -22,7 +22,7 @@ import zerorun
 from zerorun.distributed.transport import world
 from zerorun.errors import StepError
 from zerorun.monitors.step_trace import TraceEvent, as_json
-from zerorun.plan.step import Collective, step_collectives
+from zerorun.plan.step_collectives import Collective, step_collectives
 from zerorun.watch.board import PAGE, ask_trace, board
 from zerorun.zero.sharded_model import ShardedModel
 

@@ -15,7 +15,7 @@ from reference import Result, differences, train_reference
 from training import make_config, make_engine, train
 
 from zerorun.config.parse import load_config
-from zerorun.distributed.coded_hops import CodedHop, plan_hops
+from zerorun.distributed.quantised_hops import QuantisedHop, plan_hops
 from zerorun.errors import TopologyError
 from zerorun.startup.job_topology import sizes_of_hosts, topology_of_job
 
@@ -33,7 +33,7 @@ def on_hosts(here: Sequence[int]) -> Iterator[None]:
         os.environ["LOCAL_WORLD_SIZE"] = before
 
 
-def shards(here: Sequence[int], config: dict[str, Any]) -> tuple[int, tuple[CodedHop, ...]] | str:
+def shards(here: Sequence[int], config: dict[str, Any]) -> tuple[int, tuple[QuantisedHop, ...]] | str:
     """The ranks that divide the states, and the hops of their sums; or the error."""
     with on_hosts(here):
         try:

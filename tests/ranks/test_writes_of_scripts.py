@@ -22,7 +22,7 @@ from training import make_config, merged
 import zerorun
 from zerorun import log
 from zerorun.deepspeed.entry import initialize as initialize_as_deepspeed
-from zerorun.zero.guards import LOOKING_STEPS
+from zerorun.zero.parameter_guards import LOOKING_STEPS
 
 STEPS = 3
 

@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 import zerorun
 from zerorun.activations import blocks, host_pool, selective
 from zerorun.activations.blocks import Recompute
+from zerorun.activations.checkpointed_call import Selection, run
 from zerorun.activations.checkpointing import checkpoint, configure, is_configured, kept_bytes, reset
 from zerorun.activations.host_pool import HostPool
-from zerorun.activations.region import Selection, run
 from zerorun.config.parse import load_config
 from zerorun.errors import ConfigError, ModelError
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from harness import patience
 
-from zerorun.launcher.boards import Boards, Seen, open_board
+from zerorun.launcher.worker_boards import Boards, Seen, open_board
 from zerorun.watch.board import (
     ALL,
     PAGE,

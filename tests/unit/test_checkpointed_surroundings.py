@@ -19,9 +19,9 @@ from torch import nn
 
 from zerorun.activations import blocks, host_pool
 from zerorun.activations.blocks import CheckpointedBlocks, Recompute
+from zerorun.activations.checkpointed_call import Selection, run
 from zerorun.activations.checkpointing import checkpoint, kept_bytes
 from zerorun.activations.host_pool import HostPool
-from zerorun.activations.region import Selection, run
 from zerorun.distributed.device import default_device
 from zerorun.errors import ModelError
 

@@ -1027,7 +1027,7 @@ def test_batch_sizes_that_say_auto_are_told_so(keys: list[str], tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         resolve(load_config(path), data_parallel_size=2)
     text = str(caught.value)
-    assert text.startswith(f"{path}: 1 problem\n  {keys[0]} = 'auto': {' and '.join(keys)} say")
+    assert text.startswith(f'{path}: 1 problem\n  {keys[0]} = "auto": {" and ".join(keys)} say')
     assert "Give train_micro_batch_size_per_gpu" in text and "--micro-batch" in text
     assert resolve(load_config(path), data_parallel_size=2, micro_batch_hint=3).train_batch_size == 6
 

@@ -16,7 +16,7 @@ from zerorun import log
 from zerorun.config.parse import Config
 from zerorun.errors import ConfigError
 from zerorun.pipeline.module import PipelineModule
-from zerorun.plan.make import wire_dtype
+from zerorun.plan.make_plan import wire_dtype
 from zerorun.startup.inputs import take_in
 
 BASE: dict[str, Any] = {"train_batch_size": 1, "gradient_clipping": 0}

@@ -14,13 +14,13 @@ from torch import nn
 from torch.nn import functional
 
 import zerorun
-from zerorun.context import attention, divided_model
-from zerorun.context.attention import AUTO, GATHER, ULYSSES
-from zerorun.context.exchange import fits
-from zerorun.context.find import Divided, inner_model, refuse_heads, way_of
-from zerorun.context.rows import Rows
+from zerorun.context_parallel import attention, divided_model
+from zerorun.context_parallel.attention import AUTO, GATHER, ULYSSES
+from zerorun.context_parallel.exchange import fits
+from zerorun.context_parallel.find import Divided, inner_model, refuse_heads, way_of
+from zerorun.context_parallel.rows import Rows
 from zerorun.errors import ConfigError, ModelError
-from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
+from zerorun.tensor_parallel.thread_ranks import ThreadAxis, on_threads
 
 # A model and a batch -> ranks and method, for the day: each pair of a model and a batch, of a batch and ranks comes once.
 CHOICES = ((2, GATHER), (3, AUTO), (4, ULYSSES), (4, AUTO), (2, ULYSSES))

@@ -20,9 +20,9 @@ from training import make_config
 import zerorun
 from zerorun.distributed.transport.statistics import CommunicationStatistics
 from zerorun.plan.sharding_plan import ShardingPlan
-from zerorun.plan.step import CONTROL, Collective, step_collectives
-from zerorun.plan.step import NORM as NORM_SUM
-from zerorun.zero.guards import LOOKING_STEPS
+from zerorun.plan.step_collectives import CONTROL, Collective, step_collectives
+from zerorun.plan.step_collectives import NORM as NORM_SUM
+from zerorun.zero.parameter_guards import LOOKING_STEPS
 
 WORLDS = (1, 8, 64)
 STEADY = LOOKING_STEPS  # after which orders are agreed on, buffers are made, and nobody looks for writes of scripts

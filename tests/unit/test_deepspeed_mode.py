@@ -15,7 +15,7 @@ from harness import patience, start_ranks, start_script
 from zerorun.config.leniency import as_deepspeed_reads
 from zerorun.deepspeed import activation
 from zerorun.deepspeed.helpers import clone_tensors_for_torch_save, move_to_device
-from zerorun.deepspeed.surface import MISSING, SURFACE, missing_reason, target_of
+from zerorun.deepspeed.name_table import MISSING, SURFACE, missing_reason, target_of
 
 BEGIN = "import zerorun.deepspeed; zerorun.deepspeed.activate()\n"
 
@@ -232,7 +232,7 @@ def test_it_costs_little(tmp_path: Path) -> None:
     assert all(name.split(".")[0] in ("deepspeed", "zerorun") or "importlib" in name for name in loaded), loaded
 
 
-@pytest.mark.parametrize("module", ("deepspeed.activation", "deepspeed.surface"))
+@pytest.mark.parametrize("module", ("deepspeed.activation", "deepspeed.name_table"))
 def test_what_runs_at_each_start_needs_no_torch(tmp_path: Path, module: str) -> None:
     text = f"import sys, zerorun.{module}; print('torch' in sys.modules)"
     assert printed(text, tmp_path, fresh=True) == ["False"]

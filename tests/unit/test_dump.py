@@ -19,8 +19,8 @@ from test_report_findings import host
 
 from zerorun.errors import LaunchError
 from zerorun.launcher import cli
-from zerorun.launcher.boards import Boards, Seen, open_board
 from zerorun.launcher.dump import RankState, gather, on_this_host, one_job, page
+from zerorun.launcher.worker_boards import Boards, Seen, open_board
 from zerorun.report.findings import find
 from zerorun.report.page import render
 from zerorun.watch.board import ALL, PAGE, Phase, Sight, Word

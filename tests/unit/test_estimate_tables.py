@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 import zerorun
 from zerorun.errors import ConfigError, TopologyError
 from zerorun.log import in_bytes
-from zerorun.plan.ledger import planned_bytes, with_states
-from zerorun.plan.make import make_plan, planned_topology
+from zerorun.plan.byte_ledger import planned_bytes, with_states
+from zerorun.plan.make_plan import make_plan, planned_topology
 from zerorun.plan.optimizer_states import OptimizerStates
 from zerorun.startup.inputs import take_in
 

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 from zerorun.activations.blocks import CheckpointedBlocks, Recompute
 from zerorun.errors import ConfigError, ModelError, OrderError
-from zerorun.experts.dispatch import Dispatch, dispatches
-from zerorun.experts.known_experts import check_experts, find_experts
-from zerorun.experts.spread import spread
-from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
+from zerorun.expert_parallel.dispatch import Dispatch, dispatches
+from zerorun.expert_parallel.known_experts import check_experts, find_experts
+from zerorun.expert_parallel.spread_experts import spread
+from zerorun.tensor_parallel.thread_ranks import ThreadAxis, on_threads
 
 pytest.importorskip("transformers", reason="transformers is not installed; pip install -e '.[test]'")
 

@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 import zerorun
 from zerorun.errors import LaunchError
-from zerorun.launcher import chosen_hosts, cli, facts, failures, foreign_options, node, screen
+from zerorun.launcher import chosen_hosts, cli, failures, foreign_options, node, this_host, worker_output
 from zerorun.launcher.hosts import Host
 from zerorun.launcher.job_plan import (
     JobPlan,
@@ -29,7 +29,7 @@ from zerorun.launcher.job_plan import (
     render_text,
 )
 from zerorun.launcher.options import build_parser, parse_args
-from zerorun.launcher.outcome import Round
+from zerorun.launcher.run_outcome import Round
 
 CONFIGURATION = str(Path(__file__).parents[2] / "examples/configs/zero3.json")
 HOSTILE = ["a b", "it's", 'say "x"', "$HOME", "`id`", "two\nlines", "", "*", "\\", "--", "-m", "--nproc", "ключ"]
@@ -425,7 +425,7 @@ def test_launcher_imports_neither_torch_nor_slow_modules_at_the_top() -> None:
 )
 def test_visible_devices(devices: str, count: int) -> None:
     environment = {"CUDA_VISIBLE_DEVICES": devices}
-    assert facts.visible_gpus(environment) == count
+    assert this_host.visible_gpus(environment) == count
     assert chosen_hosts.count_workers("auto", environment) == max(1, count)
     if count == 0:
         with pytest.raises(LaunchError, match="no GPU is visible"):
@@ -433,7 +433,7 @@ def test_visible_devices(devices: str, count: int) -> None:
 
 
 def test_devices_are_counted_from_device_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts.glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    monkeypatch.setattr(this_host.glob, "glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
     assert chosen_hosts.count_workers("gpu", {}) == 2
 
 
@@ -642,17 +642,17 @@ def test_killed_after_the_grace_is_not_taken_for_out_of_memory() -> None:
 
 
 def test_tail_shows_what_a_terminal_would() -> None:
-    tail = screen.Tail()
+    tail = worker_output.Tail()
     for chunk in (b"10%\r20", b"%\r30%\r", b"\nline\r\n", b"caf\xc3", b"\xa9\n", b"\xff open"):
         tail.feed(chunk)
     assert tail.lines() == ["30%", "line", "café", "\ufffd open"]
     tail.feed(b"\n" + b"".join(b"%d\n" % n for n in range(500)))
-    assert tail.lines() == [str(n) for n in range(500 - screen.TAIL_LINES, 500)]
+    assert tail.lines() == [str(n) for n in range(500 - worker_output.TAIL_LINES, 500)]
 
 
 def tail_of(text: str) -> list[str]:
     """What is kept of a stderr, which comes in two chunks."""
-    tail = screen.Tail()
+    tail = worker_output.Tail()
     tail.feed(text[:1000].encode())
     tail.feed(text[1000:].encode())
     return tail.lines()
@@ -683,7 +683,7 @@ def test_the_exception_at_the_end_of_a_long_traceback_is_the_failure(frames: int
 
 
 def test_a_traceback_that_the_script_has_survived_is_forgotten() -> None:
-    assert tail_of(deep(5000) + "step\n" * 500) == ["step"] * screen.TAIL_LINES
+    assert tail_of(deep(5000) + "step\n" * 500) == ["step"] * worker_output.TAIL_LINES
 
 
 @pytest.mark.parametrize(
@@ -707,7 +707,7 @@ def test_only_an_exception_puts_the_blame_on_another_rank(code: int, tail: list[
 def test_failures_are_alike_although_torch_names_the_rank_on_each_line() -> None:
     ends = []
     for rank in range(2):
-        tail = screen.Tail()
+        tail = worker_output.Tail()
         tail.feed("".join(f"[rank{rank}]: {line}\n" for line in TRACE).encode())
         ends.append(end(rank, 1, tail.lines()))
     text = failures.failure_report(ends[0], ends[1:])
@@ -726,7 +726,7 @@ class FakeScreen:
 def forward(rank: int, raw: bool, *chunks: bytes) -> list[bytes]:
     """What has reached the screen after each chunk, and after the end."""
     shown = FakeScreen()
-    forwarder = screen.Forwarder(rank, shown, raw=raw, tail=None)  # type: ignore[arg-type]
+    forwarder = worker_output.Forwarder(rank, shown, raw=raw, tail=None)  # type: ignore[arg-type]
     states = []
     for chunk in chunks:
         forwarder.feed(chunk)
@@ -743,7 +743,7 @@ def test_forwarding() -> None:
 
 def test_a_line_that_is_open_is_closed_before_another_rank_speaks() -> None:
     reader, writer = os.pipe()
-    shown = screen.Screen(writer)
+    shown = worker_output.Screen(writer)
     for rank, data in ((0, b"\r10%"), (0, b"\r20%"), (1, b"[rank 1] hello\n"), (0, b"\r30%")):
         shown.put(rank, data)
     shown.say("end")
@@ -754,7 +754,7 @@ def test_a_line_that_is_open_is_closed_before_another_rank_speaks() -> None:
 
 def test_an_open_line_of_a_stream_that_does_not_end_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     """As of a host that is lost."""
-    outputs = screen.Outputs({}, None)
+    outputs = worker_output.Outputs({}, None)
     outputs.expect([WorkerCommand(rank, rank, ("python",), {}) for rank in range(2)])
     for stream in ("stdout", "stderr"):
         outputs.take(1, stream, f"half a line of {stream}".encode())

@@ -17,12 +17,13 @@ import pytest
 from harness import patience
 
 import zerorun
-from zerorun.deepspeed.surface import target_of
+from zerorun.deepspeed.name_table import target_of
 from zerorun.errors import LaunchError
 from zerorun.launcher import chosen_hosts, cli, dump
 from zerorun.launcher.agent import Agent
-from zerorun.launcher.carriers import CARRIERS, CarrierOptions
-from zerorun.launcher.facts import describe_host, interface_of, parse_cores, probe
+from zerorun.launcher.agent_commands import CARRIERS, CarrierOptions
+from zerorun.launcher.agent_line import Line, decode, encode
+from zerorun.launcher.event_loop import Turns
 from zerorun.launcher.hosts import Host
 from zerorun.launcher.job import Job, _unfit
 from zerorun.launcher.job_plan import (
@@ -40,11 +41,10 @@ from zerorun.launcher.job_plan import (
     shown,
     split_cores,
 )
-from zerorun.launcher.line import Line, decode, encode
-from zerorun.launcher.loop import Turns
 from zerorun.launcher.options import build_parser, parse_args
 from zerorun.launcher.remote import RemoteNode
 from zerorun.launcher.sbatch import batch_script
+from zerorun.launcher.this_host import describe_host, interface_of, parse_cores, probe
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
 

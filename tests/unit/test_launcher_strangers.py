@@ -22,12 +22,12 @@ import pytest
 from harness import patience
 
 from zerorun.errors import LaunchError
-from zerorun.launcher import by_hand
+from zerorun.launcher import manual_launch
 from zerorun.launcher import secret as secrets
-from zerorun.launcher.escapes import Cleaner, plain
+from zerorun.launcher.agent_line import Line, encode
 from zerorun.launcher.job_plan import WorkerCommand
-from zerorun.launcher.line import Line, encode
 from zerorun.launcher.remote import LONGEST_MESSAGE, RemoteNode
+from zerorun.launcher.terminal_escapes import Cleaner, plain
 
 SECRET = "correct horse battery staple"
 HELLO = {
@@ -158,11 +158,11 @@ def test_connections_that_say_nothing_keep_nobody_out(start: Start) -> None:
 
 
 def test_a_silent_stranger_is_not_waited_for(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    from zerorun.launcher import by_hand
+    from zerorun.launcher import manual_launch
 
     ours, theirs = socket.socketpair()
-    monkeypatch.setattr(by_hand, "GREETING_SECONDS", 0.0)
-    guest = by_hand.GuestNode("127.0.0.1", ours, SECRET, selectors.DefaultSelector(), Silent())  # type: ignore[arg-type]
+    monkeypatch.setattr(manual_launch, "GREETING_SECONDS", 0.0)
+    guest = manual_launch.GuestNode("127.0.0.1", ours, SECRET, selectors.DefaultSelector(), Silent())  # type: ignore[arg-type]
     guest.tick(time.monotonic() + 0.1)
     assert guest.lost is not None and not guest.pending
     theirs.close()
@@ -272,9 +272,9 @@ def test_a_host_that_waits_for_node_0_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Up to five minutes, for a file or for a port: once each, and not where it takes a moment."""
-    for module in (secrets, by_hand):
+    for module in (secrets, manual_launch):
         monkeypatch.setattr(module, "SILENT_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr(by_hand, "JOIN_SECONDS", 1.5)
+    monkeypatch.setattr(manual_launch, "JOIN_SECONDS", 1.5)
     port, told = free_port(), list[str]()
     with pytest.raises(LaunchError, match="has not made it within 1 s"):
         secrets.guests_secret(tmp_path / "gone", {}, seconds=1)
@@ -283,7 +283,7 @@ def test_a_host_that_waits_for_node_0_says_so(
         f"[zerorun] --secret-file {tmp_path / 'gone'} is not there yet: node 0 makes it. Waiting for 1 s"
     )
     with pytest.raises(LaunchError, match=r"no leader at 127\.0\.0\.1"):
-        by_hand.enter("127.0.0.1", port, SECRET, say=told.append)
+        manual_launch.enter("127.0.0.1", port, SECRET, say=told.append)
     (line,) = told
     assert line.startswith(f"no leader at 127.0.0.1 port {port} yet (") and line.endswith("with --node-rank 0?")
 

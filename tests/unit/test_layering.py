@@ -25,7 +25,7 @@ FLOORS = (
     ("plan",),
     ("zero", "activations"),
     ("pipeline", "tensor_parallel"),
-    ("context", "experts"),
+    ("context_parallel", "expert_parallel"),
     ("startup",),
     ("checkpoint", "memory", "monitors"),
     ("planner", "verify"),
@@ -39,11 +39,14 @@ MOST_AT_THE_TOP = 5  # modules beside __init__.py
 # Folders, and modules of others, that import no torch: they are needed where there is none, or before it is imported.
 NO_TORCH = ("launcher", "config", "watch", "errors", "log", "other_paths", "pipeline.schedule", "ops.build")
 NO_TORCH += ("distributed.layout", "distributed.process_topology", "distributed.topology_picture", "memory.limits")
-NO_TORCH += ("plan.policy", "plan.placement")
+NO_TORCH += ("plan.stage_policy", "plan.placement")
 NO_TORCH += tuple(f"planner.{name}" for name in ["answer", "calibration", "candidate", "cli", "footprint", "hardware"])
-NO_TORCH += tuple(f"planner.{name}" for name in ["kernels", "links", "model_configs", "model_shape", "picture"])
-NO_TORCH += tuple(f"planner.{name}" for name in ["published", "search", "states_at_rest", "step_time", "block_time"])
-NO_TORCH += ("deepspeed.activation", "deepspeed.arguments", "deepspeed.launcher_names", "deepspeed.surface")
+NO_TORCH += tuple(f"planner.{name}" for name in ["kernels", "links", "model_configs", "model_shape"])
+NO_TORCH += tuple(
+    f"planner.{name}"
+    for name in ["memory_picture", "published_runs", "search", "states_at_rest", "step_time", "block_time"]
+)
+NO_TORCH += ("deepspeed.activation", "deepspeed.arguments", "deepspeed.launcher_names", "deepspeed.name_table")
 NO_TORCH += ("pipeline.partition", "pipeline.cli")
 # Names of files that mean the same wherever they are.
 USUAL = {"__init__", "__main__", "cli"}

@@ -19,7 +19,7 @@ from zerorun.errors import ModelError
 from zerorun.ops import newton_schulz
 from zerorun.ops.newton_schulz import orthogonalize
 from zerorun.optim.muon import Muon
-from zerorun.plan.make import make_plan, planned_topology
+from zerorun.plan.make_plan import make_plan, planned_topology
 from zerorun.plan.matrices import TURN_NUMEL, MatrixExchange, choose_owners, cost_of, plan_exchange
 from zerorun.startup.inputs import take_in
 

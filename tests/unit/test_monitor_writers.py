@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from zerorun.config.parse import load_config
-from zerorun.deepspeed.surface import target_of
+from zerorun.deepspeed.name_table import target_of
 from zerorun.errors import ConfigError
 from zerorun.monitors.monitor import Monitor
 

@@ -18,7 +18,7 @@ from zerorun.tensor_parallel.layers import (
     make_column_parallel,
     make_row_parallel,
 )
-from zerorun.tensor_parallel.threads import on_threads
+from zerorun.tensor_parallel.thread_ranks import on_threads
 
 
 def model() -> nn.Module:

@@ -23,15 +23,15 @@ import zerorun
 from zerorun.config import load_config
 from zerorun.errors import ConfigError, DoesNotFitError
 from zerorun.pipeline import cli as schedule
-from zerorun.plan.make import planned_topology
+from zerorun.plan.make_plan import planned_topology
 from zerorun.planner import cli
 from zerorun.planner.calibration import calibration_of, fitted
 from zerorun.planner.candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration, RunCandidate, candidate_config
 from zerorun.planner.footprint import CONTEXT, footprint, footprints
 from zerorun.planner.hardware import GB, Cluster, cluster_of
+from zerorun.planner.memory_picture import step_picture
 from zerorun.planner.model_configs import shape_of
 from zerorun.planner.model_shape import ModelShape
-from zerorun.planner.picture import step_picture
 from zerorun.planner.search import Goal, Timed, degrees, fits, fitting, has_blocks_everywhere, least_gpus, search
 from zerorun.planner.step_time import StepModel, StepTime, step_time
 

@@ -25,7 +25,7 @@ from zerorun.planner.hardware import GB, GPUS, Cluster, cluster_of
 from zerorun.planner.links import RankGroup, all_reduce_seconds, bandwidth, exchange_seconds, gather_seconds
 from zerorun.planner.model_configs import read_shape, shape_of
 from zerorun.planner.model_shape import ModelShape
-from zerorun.planner.published import PublishedRun, published_runs
+from zerorun.planner.published_runs import PublishedRun, published_runs
 from zerorun.planner.search import Goal
 from zerorun.planner.step_time import StepModel, step_time
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zerorun.context.attention import _refuse_rows
+from zerorun.context_parallel.attention import _refuse_rows
 from zerorun.errors import ModelError
 
 

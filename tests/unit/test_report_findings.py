@@ -17,10 +17,10 @@ from harness import patience
 
 from zerorun.launcher.hosts import Host
 from zerorun.log import listed
-from zerorun.report import collect, live, machine, page
+from zerorun.report import collect, live_check, machine, page
 from zerorun.report.finding import Finding, gibibytes, majority
 from zerorun.report.findings import able, find
-from zerorun.report.live import Live
+from zerorun.report.live_check import Live
 from zerorun.report.reporter import Reporter, mark, parse_faults, unmark
 
 GIB = 1 << 30
@@ -313,13 +313,15 @@ def test_a_hang_of_peer_memory_names_how_to_do_without() -> None:
 def test_one_wrong_result_of_several_is_told(wrong: list[bool]) -> None:
     import torch
 
-    from zerorun.report import exchanges
+    from zerorun.report import collective_checks
     from zerorun.report.reporter import Reporter
 
     said: list[dict[str, Any]] = []
     reporter = Reporter(rank=0, faults=[])
     reporter.say = lambda **message: said.append(message)  # type: ignore[method-assign]
-    exchanges._check(reporter, "all_reduce float32", lambda: ((torch.ones(3) + bad, torch.ones(3)) for bad in wrong))
+    collective_checks._check(
+        reporter, "all_reduce float32", lambda: ((torch.ones(3) + bad, torch.ones(3)) for bad in wrong)
+    )
     assert said[-1]["checked"] == "all_reduce float32"
     assert (said[-1]["wrong"] is not None) == any(wrong)
     assert not any(wrong) or "3 of 3 elements; element 0 is 2.0, must be 1.0" in said[-1]["wrong"]
@@ -443,20 +445,20 @@ def test_what_ranks_say_is_put_together() -> None:
 def test_patience_is_longer_while_much_is_started() -> None:
     run = Live(["a"], 2)
     run.take(mark({"rank": 0, "begin": "start"}))
-    assert run.patience == live.START_SECONDS
+    assert run.patience == live_check.START_SECONDS
     for rank in (0, 1):
         run.take(mark({"rank": rank, "begin": "joining the process group"}))
-    assert run.patience == live.JOIN_SECONDS
+    assert run.patience == live_check.JOIN_SECONDS
     for rank in (0, 1):
         run.take(mark({"rank": rank, "begin": "barrier"}))
-    assert run.patience == live.STALL_SECONDS
+    assert run.patience == live_check.STALL_SECONDS
 
 
 def test_a_launcher_that_never_starts_a_rank_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "START_SECONDS", 0.5)
+    monkeypatch.setattr(live_check, "START_SECONDS", 0.5)
     begun = time.monotonic()
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    run = live.run_live([Host("a", (0, 1))], command, several=False, quick=True)
+    run = live_check.run_live([Host("a", (0, 1))], command, several=False, quick=True)
     assert run.ended == "hang"
     assert run.as_json()["silent"] == [0, 1]
     assert time.monotonic() - begun < 8 * patience()
@@ -464,7 +466,7 @@ def test_a_launcher_that_never_starts_a_rank_is_ended(monkeypatch: pytest.Monkey
 
 def test_a_launcher_that_refuses() -> None:
     command = [sys.executable, "-c", "import sys; print('zerorun: error: no', file=sys.stderr); sys.exit(2)"]
-    run = live.run_live([Host("a", (0,))], command, several=False, quick=True)
+    run = live_check.run_live([Host("a", (0,))], command, several=False, quick=True)
     assert (run.ended, run.words) == ("refused", ["zerorun: error: no"])
 
 

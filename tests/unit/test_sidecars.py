@@ -21,9 +21,9 @@ import pytest
 from covering import by_day
 from harness import patience
 
-from zerorun.launcher.boards import is_gone
 from zerorun.launcher.sidecar import AdoptedRanks
-from zerorun.watch import board, launched, sidecars
+from zerorun.launcher.worker_boards import is_gone
+from zerorun.watch import board, launch_environment, sidecars
 
 ZERORUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
 TORCHRUN = {**ZERORUN, "TORCHELASTIC_USE_AGENT_STORE": "False"}
@@ -80,7 +80,7 @@ def test_the_first_ranks_of_hosts_start_them(launcher: Any, started: list[Any], 
     store = Store()
     for rank in range(4):
         environment = launcher(rank)
-        assert sidecars.started_by_another(environment) and launched.rank_in(environment) == rank
+        assert sidecars.started_by_another(environment) and launch_environment.rank_in(environment) == rank
         be(monkeypatch, environment)
         sidecars.begin_together(store, "10.1.2.3")
     first, second = started
@@ -142,7 +142,7 @@ def test_jobs_on_one_host(started: list[Any], monkeypatch: pytest.MonkeyPatch) -
 )
 def test_who_has_started_a_rank_and_where(environment: dict[str, str], by_another: bool, here: bool) -> None:
     assert sidecars.started_by_another(environment) == by_another
-    assert launched.is_on_one_host(environment) == here
+    assert launch_environment.is_on_one_host(environment) == here
 
 
 RANKS = """

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from updates import use
 
-from zerorun.checkpoint.block_states import keeps_blocks, scale_shape, scale_shard
 from zerorun.checkpoint.cuts import places
+from zerorun.checkpoint.quantised_states import keeps_blocks, scale_shape, scale_shard
 from zerorun.distributed.tensor_shard import TensorShard
 from zerorun.ops import native, single_pass
 from zerorun.ops.single_pass import Adam, Adam8bit

@@ -31,7 +31,7 @@ from zerorun.tensor_parallel.layers import (
 from zerorun.tensor_parallel.loss import vocab_parallel_cross_entropy
 from zerorun.tensor_parallel.planning import make_plan
 from zerorun.tensor_parallel.random import region_seed
-from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
+from zerorun.tensor_parallel.thread_ranks import ThreadAxis, on_threads
 
 WIDTH, HIDDEN, TOKENS = 12, 20, 7
 

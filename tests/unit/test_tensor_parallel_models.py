@@ -21,7 +21,7 @@ from zerorun.errors import ModelError, VocabularyError
 from zerorun.tensor_parallel import infer_plan, parallelize
 from zerorun.tensor_parallel.collectives import Region
 from zerorun.tensor_parallel.layers import whole_of
-from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
+from zerorun.tensor_parallel.thread_ranks import ThreadAxis, on_threads
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 VOCABULARY, TOKENS = 51, 7

@@ -22,7 +22,7 @@ from zerorun.tensor_parallel.describe import bytes_per_rank, describe
 from zerorun.tensor_parallel.heads import Heads
 from zerorun.tensor_parallel.parallelized import plan_of
 from zerorun.tensor_parallel.planning import own_plan
-from zerorun.tensor_parallel.threads import ThreadAxis, on_threads
+from zerorun.tensor_parallel.thread_ranks import ThreadAxis, on_threads
 
 SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from zerorun.launcher.boards import Seen
 from zerorun.launcher.failures import WorkerEnd
 from zerorun.launcher.flight_recorder import FlightRecorder
 from zerorun.launcher.hangs import Hangs
+from zerorun.launcher.worker_boards import Seen
 from zerorun.watch.board import ALL, NOBODY, Phase, Sight, SizeNote
 
 

@@ -19,11 +19,11 @@ import psutil
 import pytest
 from harness import patience
 
+from zerorun.launcher.event_loop import dispatch
 from zerorun.launcher.failures import WorkerEnd, fails_again
-from zerorun.launcher.loop import dispatch
 from zerorun.launcher.remote import RemoteNode
-from zerorun.launcher.reserve import ANSWER_S, FIRST_S, HostPlaces, Returning
 from zerorun.launcher.restarts import Attempt, Restarts
+from zerorun.launcher.spare_hosts import ANSWER_S, FIRST_S, HostPlaces, Returning
 from zerorun.watch.board import RankProgress
 
 # As an engine writes it: the checkpoint's step, then a step.
@@ -295,7 +295,7 @@ def test_a_keeper_ends_with_a_supervisor_of_many_hosts() -> None:
     """Which has a line to each, so that what it has opened for its keeper has great numbers."""
     text = """
 import os, resource, signal
-from zerorun.launcher.keeper import Keeper
+from zerorun.launcher.copy_keeper import Keeper
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, most), most))
 for _ in range(1100):
@@ -369,7 +369,7 @@ if __spec__ is not None:
     print(__spec__.name, __spec__.origin, __spec__.parent)
 print(getattr(__loader__, "path", getattr(__loader__, "archive", "")), sys._getframe().f_code.co_filename)
 """
-RUN = "import sys; from zerorun.launcher.warm import run_as_main; run_as_main(sys.argv[1:])"
+RUN = "import sys; from zerorun.launcher.warm_workers import run_as_main; run_as_main(sys.argv[1:])"
 
 
 def what_python_runs(folder: Path, kind: str) -> list[str]:
@@ -427,7 +427,7 @@ def test_a_worker_in_reserve_becomes_as_one_that_is_started(tmp_path: Path) -> N
     told = [line for line in lines if line.startswith(("ARGV", "ENV"))]
     assert len(set(told)) == 2 and len(told) == 6, told
     assert [line for line in lines if line.startswith("IMPORTED")][:2] == ["IMPORTED False", "IMPORTED True"]
-    assert "warm.py" not in done.stderr and "runpy" not in done.stderr
+    assert "warm_workers.py" not in done.stderr and "runpy" not in done.stderr
     assert done.stderr.count("KeyError: ('of attempt', 1)") == 2  # by the worker, and in the report
     assert "61.5" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..log import info_once, warn_once
-from ..plan.forwards import ReplacedForward, between_graphs, compiled_by, compiler, uncompiled
+from ..plan.replaced_forwards import ReplacedForward, between_graphs, compiled_by, compiler, uncompiled
+from .checkpointed_call import Selection, run
 from .host_pool import HostPool
-from .region import Selection, run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .versions import version_of
+from .changed_in_place import version_of
 
 # Whether a module has changed its buffers in a forward so far; modules that have not run yet are not there.
 _changing: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()

@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..config.parse import load_config
 from ..distributed.device import default_device
-from ..plan.forwards import uncompiled
+from ..plan.replaced_forwards import uncompiled
 from .blocks import Recompute
+from .checkpointed_call import Selection, map_tensors, run
 from .host_pool import HostPool
-from .region import Selection, map_tensors, run
 from .selective import OperationWatch, storages
 
 

@@ -24,8 +24,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from .changed_in_place import Version, counting_alias
 from .host_pool import Group, Stored
-from .versions import Version, counting_alias
 
 KEPT_SHARE = 0.4
 _CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # not in torch's registry

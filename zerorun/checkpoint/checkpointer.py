@@ -17,17 +17,17 @@ from ..optim.loss_scaler import LossScaler
 from . import directory as folder
 from . import random_state
 from .adapters import ADAPTERS_FILE, find_adapters, peft_model
+from .argument_checks import check_client_state, directory_of, dtype_of, tag_of
 from .client_states import client_state_of, encode_own
-from .group_settings import IMPLEMENTATION
 from .inventory import Inventory, Subject, TensorPart
 from .json_values import decode, encode
 from .load import ModelLoader, Wanted, optimizer_kind
 from .manifest import MANIFEST, Manifest, never_cast
 from .merging import Merged
+from .param_group_settings import IMPLEMENTATION
 from .rank_buffers import RankBuffers, Sums
 from .ranks import Ranks, attempt, is_by_rank, leads_stage, refuse_other, speaking_up
 from .read import Reader, candidates, open_on_all, refuse_foreign, steps_of
-from .requests import check_client_state, directory_of, dtype_of, tag_of
 from .save import Captured, Saver, more_of, now, pack_values, scalar, states_apart, versions
 from .write import Destination
 from .write_plan import CAST, MASTER, MODEL

@@ -30,8 +30,8 @@ from ..zero.pieces import OptimizerPiece
 from ..zero.sharded_model import Parts, ShardedModel
 from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit
-from .block_states import keeps_blocks, scale_shape, scale_shard
 from .files import is_plain
+from .quantised_states import keeps_blocks, scale_shape, scale_shard
 from .ranks import leads_stage
 from .tensorfile import dtype_code
 from .write_plan import MASTER, MODEL, OPTIMIZER, RESIDUAL, Rest, Row

@@ -29,12 +29,12 @@ from ..zero.flat_group import TrainedGroup
 from ..zero.pieces import OptimizerPiece
 from ..zero.sharded_model import may_change
 from ..zero.sharded_optimizer import ShardedOptimizer
-from .block_states import decoded, is_coded, is_scale_set, keeps_blocks, scale_shard, scales
 from .frozen_base import refuse_other_base, sums_of_parts
 from .gather import PeerReader
-from .group_settings import IMPLEMENTATION, VARIANTS, Variant, compare_variants, is_of
 from .inventory import Contents, Inventory, SavedParameter, ranges_of, together
 from .json_values import decode
+from .param_group_settings import IMPLEMENTATION, VARIANTS, Variant, compare_variants, is_of
+from .quantised_states import decoded, is_coded, is_scale_set, keeps_blocks, scale_shard, scales
 from .rank_buffers import own_buffers
 from .ranks import Ranks, attempt, leads_stage
 from .read import Read, Reader

@@ -2,8 +2,8 @@
 
 [Note: what a copy is]
 Each rank keeps its parts of what a checkpoint would have in a file of the host's shared memory, in a folder that the host's
-supervisor has made (launcher/keeper.py); what several ranks have, one of them keeps. It sends them to a rank of the next
-host, which checks them. All ranks' parts together are loaded as a checkpoint is, at any number of ranks, and each from
+supervisor has made (launcher/copy_keeper.py); what several ranks have, one of them keeps. It sends them to a rank of the
+next host, which checks them. All ranks' parts together are loaded as a checkpoint is, at any number of ranks, and each from
 whichever host has it undamaged. Of frozen parameters, which do not change, there are checksums only, computed once.
 
 [Note: one step at most]
@@ -32,7 +32,7 @@ from ..distributed.device import on_gpu, pin, synchronize
 from ..distributed.waits import waiting
 from ..distributed.wire import decode, encode
 from ..errors import CheckpointError, DamagedError
-from ..launcher import keeper
+from ..launcher import copy_keeper
 from ..log import is_rank_zero, logger, warn_once
 from ..watch.board import NOBODY, stay_off_the_board
 from ..zero.sharded_model import without_edits
@@ -79,12 +79,12 @@ class MemoryCopies:
     @classmethod
     def make(cls, subject: Subject, run: Any, every_steps: int) -> MemoryCopies | None:
         """Return None if they are not asked for, or if no launcher keeps them."""
-        place = os.environ.get(keeper.VARIABLE)
+        place = os.environ.get(copy_keeper.VARIABLE)
         if every_steps and place is None:
             warn_once("checkpoint.in_memory has no effect: only `zerorun --max-restarts` keeps copies for another start.")
         if not every_steps or place is None:
             return None
-        return cls(subject, run, keeper.engine_folders.take(place), every_steps)  # see [Note: several engines]
+        return cls(subject, run, copy_keeper.engine_folders.take(place), every_steps)  # see [Note: several engines]
 
     def due(self, global_steps: int) -> bool:
         """True if a copy is to be made after this many steps."""

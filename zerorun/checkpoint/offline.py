@@ -24,9 +24,9 @@ from ..optim.loss_scaler import LossScaler
 from . import directory as folder
 from .foreign import ForeignCheckpoint, ForeignTensor
 from .gather import Collector
-from .group_settings import IMPLEMENTATION
 from .json_values import encode
 from .manifest import Manifest
+from .param_group_settings import IMPLEMENTATION
 from .ranks import Ranks
 from .save import Scalar, now, pack_scalars, versions
 from .stream import write_small

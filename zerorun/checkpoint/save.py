@@ -31,7 +31,7 @@ from ..distributed.device import host_empty, on_gpu, on_host, synchronize
 from ..distributed.waits import waiting
 from ..errors import CheckpointError, DamagedError, ModelError
 from ..log import is_rank_zero, logger, warn_once
-from ..optim.requested import RawOptimizer
+from ..optim.requested_optimizer import RawOptimizer
 from ..plan.optimizer_states import OptimizerStates
 from ..watch.board import NOBODY, stay_off_the_board
 from .directory import advise_later, after_latest, named_by_latest

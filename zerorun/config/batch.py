@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zerorun.errors import ConfigError, ConfigProblem
+from zerorun.errors import ConfigError, ConfigProblem, in_json
 
 _TRAIN = "train_batch_size"
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -69,7 +69,7 @@ def _nothing_given(auto: list[str]) -> ConfigProblem:
     if not auto:
         reason = f"{_TRAIN} or {_MICRO} must be given: {_EQUATION} cannot be solved without one of them."
         return ConfigProblem(_MICRO, None, reason, remedy)
-    says = f"{' and '.join(auto)} {'says' if len(auto) == 1 else 'say'} {_AUTO!r}"
+    says = f"{' and '.join(auto)} {'says' if len(auto) == 1 else 'say'} {in_json(_AUTO)}"
     reason = f"{says}, which a Trainer replaces by its own batch size. Nobody has: {_EQUATION} must be given one of them."
     how = "The command python -m zerorun.config takes --micro-batch."
     return ConfigProblem(auto[0], _AUTO, reason, f"{remedy} {how}")

@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from ..distributed.device import default_device, on_host, synchronize
-from ..watch.launched import ranks_here, world_size_in
+from ..watch.launch_environment import ranks_here, world_size_in
 
 
 class Memory:

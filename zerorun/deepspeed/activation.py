@@ -19,7 +19,7 @@ from typing import Any
 from zerorun.errors import ZerorunError
 from zerorun.log import info_once, setup_logging
 
-from .surface import SURFACE, VERSION, missing_reason, target_of
+from .name_table import SURFACE, VERSION, missing_reason, target_of
 
 VARIABLE = "ZERORUN_AS_DEEPSPEED"
 OFF = ("", "0", "false", "no", "off")  # the values that do not ask for it; the .pth file has them, too

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Any
 
-from ..watch.launched import launched
+from ..watch.launch_environment import launched
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -19,8 +19,8 @@ from ..errors import CheckpointError, ConfigError, ConfigProblem
 from ..log import listed, logger
 from ..optim.loss_scaler import DTYPES
 from .mpu import group_along
+from .name_table import MISSING, missing_reason
 from .parameters import give_values, loading, tensors_by_name
-from .surface import MISSING, missing_reason
 
 # -- questions -----------------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ _SCRIPT = """#!/usr/bin/env python3
 # Writes the fp32 weights of a checkpoint of zerorun: zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR; --help says more.
 import sys
 
-from zerorun.deepspeed.merged import main
+from zerorun.deepspeed.zero_to_fp32 import main
 
 sys.exit(main())
 """

@@ -18,16 +18,16 @@ from ..config.leniency import as_deepspeed_reads
 from ..config.parse import Config, data_parallel_degree, load_config, resolve
 from ..distributed.transport import process_group
 from ..engine.engine import Engine
+from ..engine.former_engines import taking_over
 from ..engine.initialize import initialize as make_engine
-from ..engine.taking_over import taking_over
 from ..errors import ConfigError, ConfigProblem, StepError, TopologyError
 from ..log import is_rank_zero, script_logger, warn_once
 from ..startup.inputs import config_of
-from ..watch.launched import launched, world_size_in
+from ..watch.launch_environment import launched, world_size_in
 from .engine_module import ModuleEngine
+from .name_table import VERSION
 from .parameters import show_placeholders
 from .shown_gradients import show_gradients
-from .surface import VERSION
 from .tensor_ranks import with_own_samples, with_script_ranks
 
 _engines: list[weakref.ref[Engine]] = []

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..distributed.device import default_device, on_host
 from ..log import is_rank_zero, own_rank, script_logger, warn_once
-from ..watch.launched import launched, local_rank
+from ..watch.launch_environment import launched, local_rank
 from .accelerator import get_accelerator
 
 DeepSpeedOptimizer = torch.optim.Optimizer  # engine.optimizer is one of torch's; it shards, and wraps nothing

@@ -2,7 +2,7 @@
 
 Scripts and Trainer say how many ranks there are before there is an engine, and pass what they get as ``mpu`` to
 ``initialize``. There the model's attention is replaced by DeepSpeed, and each rank is given rows of a batch. Here the model
-divides sequences itself (zerorun/context), so that it stays as it is, and each rank gets the whole batch.
+divides sequences itself (zerorun/context_parallel), so that it stays as it is, and each rank gets the whole batch.
 """
 
 from __future__ import annotations

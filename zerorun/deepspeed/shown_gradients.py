@@ -17,7 +17,7 @@ from ..engine.engine import Engine
 from ..engine.param_grad import CHANGED, ParamGrad, group_with_gradient
 from ..errors import StepError
 from ..pipeline.pipelined import Pipelined
-from ..zero.away import GRADIENTS
+from ..zero.offloaded_states import GRADIENTS
 from ..zero.sharded_model import ParameterHome
 
 _READS = ("__index__", "__int__", "__invert__", "__iter__")  # and no operators in place

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..activations.region import run
+from ..activations.checkpointed_call import run
 
 
 class TiledMLP:

@@ -21,7 +21,7 @@ import torch
 from torch.utils import _pytree
 
 from ..errors import TopologyError
-from ..watch.launched import local_rank
+from ..watch.launch_environment import local_rank
 from . import simulated
 
 GPU, CPU = "cuda", "cpu"  # as torch.device.type has them

@@ -34,7 +34,7 @@ from ..distributed.transport.communicator import Communicator
 from ..errors import StepError
 from ..log import counted, warn_once
 from ..optim.loss_scaler import LossScaler
-from ..plan.forwards import ReplacedForward, uncompiled
+from ..plan.replaced_forwards import ReplacedForward, uncompiled
 from ..zero.flat_group import fresh_gradient
 from ..zero.norm import Alike, Told, UnreadLosses
 from ..zero.unit import Unit
@@ -178,7 +178,7 @@ class _Entrance:
 
 
 class Arrivals:
-    """Whether the gradients of one engine's backwards came with its loss scale: see [Note: borders] of borders.py."""
+    """Whether the gradients of one engine's backwards came with its loss scale: see loss_scale_borders.py."""
 
     def __init__(self, scaler: LossScaler) -> None:
         self._scaler = scaler

@@ -24,11 +24,11 @@ from ..errors import StepError
 from ..log import listed, logger, warn_once
 from ..monitors.device_sample import DeviceSample
 from ..monitors.observer import RunObserver
-from ..optim.borders import Border
 from ..optim.containers import cast_floats
+from ..optim.loss_scale_borders import Border
 from ..optim.loss_scaler import DTYPES, LossScaler
 from ..optim.lr_schedules import step_reversibly
-from ..plan.forwards import between_graphs, compiled, compiled_by, compiler, innermost, uncompiled
+from ..plan.replaced_forwards import between_graphs, compiled, compiled_by, compiler, innermost, uncompiled
 from ..watch.board import Phase, board, during
 from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
@@ -40,7 +40,8 @@ from ..zero.unit import links_of
 from .accumulation import Accumulation, ScaledBackward, check_loss, refuse_no_backward, running, samples_of_step
 from .compilation import show_compilation
 from .curvature import CurvatureTaking
-from .outcomes import (
+from .saving import automatic_saves_of
+from .step_outcomes import (
     History,
     UnsettledStep,
     advise_differing,
@@ -50,7 +51,6 @@ from .outcomes import (
     refuse_changes,
     refuse_differing,
 )
-from .saving import automatic_saves_of
 
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
 COMPARED_STEPS = 10

@@ -26,9 +26,9 @@ from ..data import EpochLoader
 from ..distributed.agreement import agree, agree_and_tell
 from ..distributed.device import default_device, on_host
 from ..distributed.topology import Topology, limit_time
-from ..distributed.transport.coded_sum import Feedback, GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.process_group import init_distributed
+from ..distributed.transport.quantised_sum import Feedback, GradientCodes
 from ..distributed.transport.world import gather_values
 from ..distributed.waits import waiting
 from ..errors import ConfigError, MessageError, OrderError, SwapError, ZerorunError
@@ -40,9 +40,9 @@ from ..monitors.observer import RunObserver, observes
 from ..ops.single_pass import SinglePassOptimizer
 from ..optim.loss_scaler import LossScaler
 from ..optim.lr_schedules import build_schedule
-from ..optim.requested import OptimizerAsGiven, RawOptimizer, without_elsewhere
+from ..optim.requested_optimizer import OptimizerAsGiven, RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
-from ..plan.make import buffer_dtype, make_plan, secondary_partition, wire_dtype
+from ..plan.make_plan import buffer_dtype, make_plan, secondary_partition, wire_dtype
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.units import repeated_blocks
 from ..plan.weights import (
@@ -79,7 +79,7 @@ from ..zero.gathered_parameters import refuse_open_blocks
 from ..zero.init import partitioned, refuse_overwritten, settle
 from ..zero.leaf_modules import mark_chosen
 from ..zero.offload.host_memory import keep_freed
-from ..zero.outside_step import OutsideStep
+from ..zero.optimizer_methods import OutsideStep
 from ..zero.runtime import Removable, Runtime, refuse_managed
 from ..zero.sharded_model import ShardedModel, refuse_shared_parameters
 from ..zero.sharded_optimizer import ShardedOptimizer, refuse_new_group
@@ -89,8 +89,8 @@ from .accumulation import Accumulation, ModuleZeroGrad, zero_grad_beside
 from .clip_calls import ClipCalls
 from .compilation import show_compilation
 from .engine import Engine, give_back, let_go
+from .former_engines import taking_over
 from .param_grad import ParamGrad
-from .taking_over import taking_over
 
 # What may be raised on one rank while others go on. The other named errors of initialize() are those of all ranks alike.
 _OF_ONE_RANK = (OrderError, MessageError, SwapError)

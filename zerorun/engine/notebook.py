@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 from zerorun.launcher.bootstrap import die_with_parent
-from zerorun.launcher.facts import reserve_port, visible_gpus
+from zerorun.launcher.this_host import reserve_port, visible_gpus
 
 from ..distributed.device import is_in_use
 from ..distributed.transport.process_group import shutdown
 from ..errors import LaunchError
-from ..watch.launched import launched
+from ..watch.launch_environment import launched
 from ..zero.offload.host_link import interrupts_later
 
 _END_S = 5.0  # what ranks have to end by themselves, once one has failed or they were told to

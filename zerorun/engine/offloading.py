@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..errors import StepError
-from ..zero.away import StateKind
+from ..zero.offloaded_states import StateKind
 from ..zero.sharded_model import ShardedModel
 
 

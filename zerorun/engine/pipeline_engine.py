@@ -28,10 +28,10 @@ from ..pipeline.schedule.schedules import ZERO_BUBBLE, make_schedule
 from ..pipeline.schedule.times import Times
 from ..pipeline.schedule.trace import Trace, write_trace
 from ..pipeline.split_backward import SplitLayers, WeightGradients
-from ..plan.forwards import uncompiled
+from ..plan.replaced_forwards import uncompiled
 from ..watch.board import Phase, board, during
 from .engine import COMPARED_STEPS, Engine
-from .outcomes import advise_own_data
+from .step_outcomes import advise_own_data
 
 _WARM_UP_BATCHES = 2  # the times of the last of these are what the zero-bubble schedule is made from
 

@@ -17,10 +17,10 @@ from ..log import in_bytes, info_once
 from ..ops.rounding import MasterFormat
 from ..ops.state_format import StateFormat
 from ..optim.loss_scaler import DTYPES
-from ..plan.forwards import uncompiled
+from ..plan.replaced_forwards import uncompiled
 from ..plan.sharding_plan import ShardingPlan
 from ..watch.board import Phase, during
-from ..watch.launched import local_rank
+from ..watch.launch_environment import local_rank
 from ..zero.access import full_state_dict
 from ..zero.memory_report import memory_by_kind
 from ..zero.runtime import Runtime
@@ -97,7 +97,7 @@ class Reports:
         loads = self.sharded_model.parts.loads
         if loads is None:
             return {}
-        from ..experts.loads import added_up  # already imported if experts are spread
+        from ..expert_parallel.rows_per_expert import added_up  # already imported if experts are spread
 
         return added_up(self.comm.control.values(loads.last))
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.argument_checks import directory_of, translate
 from ..checkpoint.automatic import AutomaticSaves
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.directory import newest_first
@@ -21,18 +22,17 @@ from ..checkpoint.inventory import Subject
 from ..checkpoint.load import Wanted
 from ..checkpoint.memory_copies import MemoryCopies
 from ..checkpoint.ranks import attempt
-from ..checkpoint.requests import directory_of, translate
 from ..config.parse import Config
 from ..distributed.agreement import agree
 from ..errors import CheckpointError, StepError
 from ..log import logger, warn_once
-from ..plan.forwards import uncompiled
+from ..plan.replaced_forwards import uncompiled
 from ..watch.board import Phase, board, during
 from ..zero.access import full_state_dict
 from ..zero.sharded_model import without_edits
 from ..zero.whole_loads import load_full_state_dict
 from .accumulation import is_in_a_step
-from .outcomes import Outcomes
+from .step_outcomes import Outcomes
 
 
 class Saving(Outcomes):

@@ -14,11 +14,11 @@ from torch import nn
 from ..config.parse import Config
 from ..distributed.device import CPU, GPU, default_device
 from ..distributed.transport import peer_memory
-from ..distributed.transports import GLOO, NCCL, PEER_MEMORY
+from ..distributed.transport_kinds import GLOO, NCCL, PEER_MEMORY
 from ..errors import TopologyError
 from ..log import in_bytes
-from ..plan.ledger import copied_bytes, heaviest_rank, planned_bytes, total_of, with_states
-from ..plan.make import planned_topology
+from ..plan.byte_ledger import copied_bytes, heaviest_rank, planned_bytes, total_of, with_states
+from ..plan.make_plan import planned_topology
 from ..plan.optimizer_states import OptimizerStates
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.weights import named_members, own_members, stays_apart, stored_bytes

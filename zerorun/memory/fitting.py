@@ -22,18 +22,18 @@ from ..config.parse import Config
 from ..distributed.device import free_bytes, name_of, on_host
 from ..distributed.replication import ALONE, Replication
 from ..distributed.topology import Topology
-from ..distributed.transports import GLOO, PEER_MEMORY
+from ..distributed.transport_kinds import GLOO, PEER_MEMORY
 from ..errors import ConfigError, DoesNotFitError, TopologyError
-from ..launcher import keeper
+from ..launcher import copy_keeper
 from ..log import in_bytes
-from ..optim.requested import RawOptimizer
+from ..optim.requested_optimizer import RawOptimizer
 from ..pipeline.pipelined import Pipelined
-from ..plan.ledger import heaviest_rank, planned_bytes, total_of, with_states
-from ..plan.make import make_plan, planned_topology
+from ..plan.byte_ledger import heaviest_rank, planned_bytes, total_of, with_states
+from ..plan.make_plan import make_plan, planned_topology
 from ..plan.optimizer_states import OptimizerStates, state_count
 from ..plan.receive_buffers import receive_buffer_bytes
 from ..plan.sharding_plan import ShardingPlan
-from ..watch.launched import ranks_here
+from ..watch.launch_environment import ranks_here
 from ..zero.init import part_of
 from .estimate import held_whole, memory_of_copies
 from .limits import Limit, cgroup_path, host_limits, node_name
@@ -158,7 +158,7 @@ class Fitting:
 
     def _require_shared_memory(self, ranks: int, *, several_hosts: bool) -> None:
         """Raise DoesNotFitError if the memory file system is too small for what ``checkpoint.in_memory`` keeps there."""
-        folder, every = os.environ.get(keeper.VARIABLE), self._config.checkpoint.in_memory.every_steps
+        folder, every = os.environ.get(copy_keeper.VARIABLE), self._config.checkpoint.in_memory.every_steps
         if not every or folder is None:
             return
         needed = ranks * memory_of_copies(self._plan, self._config, several_hosts=several_hosts)
@@ -174,8 +174,8 @@ class Fitting:
     @cached_property
     def _copies_left(self) -> int:
         """The bytes on this host of copies that a start before has left, which make room for new ones."""
-        folder = os.environ.get(keeper.VARIABLE)
-        return keeper.engine_folders.left_bytes(folder) if folder is not None else 0
+        folder = os.environ.get(copy_keeper.VARIABLE)
+        return copy_keeper.engine_folders.left_bytes(folder) if folder is not None else 0
 
     def _shortage(self, device: int, virtual: int, near: list[Demand]) -> str | None:
         """Return in words which memory is too small, or None."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..ops.rounding import Origin, by_chance, join, split
 from ..ops.state_format import StateFormat
-from .needs import copy_over, step_once
+from .optimizer_needs import copy_over, step_once
 from .parts import PartsOptimizer, StateRange, SumOverRanks
 
 UPDATES = "updates"  # the state that counts the steps of a tensor, for classes that keep no ``step``

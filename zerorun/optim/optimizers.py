@@ -26,7 +26,7 @@ from zerorun.ops.state_format import BLOCK, is_scale
 from .adafactor import Adafactor
 from .lamb import Lamb
 from .muon import Muon
-from .needs import Needs, WatchedSettings, copy_over, overrides_of, try_needs
+from .optimizer_needs import Needs, WatchedSettings, copy_over, overrides_of, try_needs
 from .parts import PartsOptimizer
 
 # The update of an element depends only on that element's gradient and state (and on step counts), so these optimizers can

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..activations.checkpointed_call import map_tensors
 from ..activations.checkpointing import kept_bytes
-from ..activations.region import map_tensors
 from ..distributed.device import gpus_in_use, synchronize
 from .layer_spec import LayerSpec
 from .pretrained_proof import examine

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..distributed.process_topology import ProcessTopology
 from ..distributed.topology import Topology
 from ..errors import PipelineError, TopologyError
-from ..watch.launched import launched, rank_in, world_size_in
+from ..watch.launch_environment import launched, rank_in, world_size_in
 
 
 @runtime_checkable

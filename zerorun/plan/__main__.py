@@ -13,11 +13,11 @@ from ..memory.estimate import default_transport
 from ..startup.inputs import take_in
 from ..startup.model_factory import model_from
 from ..startup.planned_parts import planned_parts
-from .ledger import with_states
-from .make import planned_topology
+from .byte_ledger import with_states
+from .make_plan import planned_topology
 from .optimizer_states import OptimizerStates
 from .sharding_plan import ShardingPlan
-from .written import as_table, to_json
+from .written_plan import as_table, to_json
 
 
 def main(arguments: list[str] | None = None) -> int:

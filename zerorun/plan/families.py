@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..distributed.replication import Family
 from ..distributed.topology import Topology
 from ..errors import ModelError
-from ..optim.requested import RawOptimizer
+from ..optim.requested_optimizer import RawOptimizer
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ import torch
 from ..errors import ConfigError, ConfigProblem
 from ..ops.single_pass import SinglePassOptimizer
 from ..ops.state_format import StateFormat
-from ..optim.needs import copy_over, step_once
+from ..optim.optimizer_needs import copy_over, step_once
 from ..optim.optimizers import build_optimizer, keys_in_the_way
 from ..optim.parts import Part
-from ..optim.requested import RawOptimizer
+from ..optim.requested_optimizer import RawOptimizer
 from .weights import stored_bytes
 
 _PRIMES = (3, 5, 7, 11, 13, 17)  # dimensions of a parameter in the trial; 255,255 elements for one with all six

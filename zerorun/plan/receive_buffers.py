@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from ..distributed.coded_hops import CodedHop
+from ..distributed.quantised_hops import QuantisedHop
 from ..distributed.transport.sums import PoolSizes, stretch_bytes
-from ..distributed.transports import NCCL, PEER_MEMORY
+from ..distributed.transport_kinds import NCCL, PEER_MEMORY
 from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 
@@ -103,7 +103,7 @@ class _Receiving:
             return self._of_hop(self._plan.hops[0], group)
         return self._sum(group, group.layout.numel, group.shard_numel, ranks)
 
-    def _of_hop(self, hop: CodedHop, group: FlatGroupPlan) -> list[int]:
+    def _of_hop(self, hop: QuantisedHop, group: FlatGroupPlan) -> list[int]:
         """What an exchange of codes sends, and receives into."""
         return [self.pool.take(hop.sent_bytes(group.shard_numel), torch.uint8) for _ in range(2)]
 

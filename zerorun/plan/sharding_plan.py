@@ -1,6 +1,6 @@
 """The sharding plan: what one rank holds of a model, and where it is kept. Frozen data.
 
-A plan is made (make.py) from shapes and the configuration alone, without process groups and devices, for any rank. The
+A plan is made (make_plan.py) from shapes and the configuration alone, without process groups and devices, for any rank. The
 builder executes it. Code that needs bytes, owners, slots or collectives reads them from the plan.
 
 [Note: slots]
@@ -20,21 +20,21 @@ from typing import Annotated, Any
 import torch
 from pydantic import PlainSerializer, PlainValidator
 
-from ..distributed.block_codes import coded_bytes
-from ..distributed.coded_hops import CodedHop
 from ..distributed.float8_codes import Float8Cast
 from ..distributed.layout import Layout, Piece, aligned_bytes
+from ..distributed.quantised_blocks import coded_bytes
+from ..distributed.quantised_hops import QuantisedHop
 from ..distributed.replication import ALONE, Family, Replication
-from ..distributed.secondary import Secondary
+from ..distributed.secondary_partition import Secondary
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.topology import Topology
-from ..distributed.transports import reads_peers
+from ..distributed.transport_kinds import reads_peers
 from ..ops.rounding import MasterFormat
 from ..ops.state_format import StateFormat
 from ..optim.parts import Part, SumOfParts
 from .matrices import MatrixExchange
 from .placement import ON_DEVICE, Placement
-from .policy import Policy
+from .stage_policy import Policy
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 
@@ -112,10 +112,11 @@ class FlatGroupPlan:
     to this unit alone and is always whole, and the shard is a part of it; so it is where no other rank of the shard group
     has these experts, though the unit shares slots. ``mapped``: the flat buffer is made of the memory of all ranks, so that
     gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them. ``coded``: gathers of the
-    shards send codes (block_codes.py), or with ``float8`` those of float8_codes.py; ``codes_gradients``: reductions send
-    codes. ``secondary``: gathers are from a second copy of the weights. ``master_format``: what is kept of the values that
-    are updated; ``gradient_dtype``: that of all buffers of gradients. ``buffers``: the memory that this rank allocates.
-    ``tensor_shards``: for each parameter, what of it tensor ranks have here, for an optimizer that is told of parts.
+    shards send codes (quantised_blocks.py), or with ``float8`` those of float8_codes.py; ``codes_gradients``: reductions
+    send codes. ``secondary``: gathers are from a second copy of the weights. ``master_format``: what is kept of the values
+    that are updated; ``gradient_dtype``: that of all buffers of gradients. ``buffers``: the memory that this rank
+    allocates. ``tensor_shards``: for each parameter, what of it tensor ranks have here, for an optimizer that is told of
+    parts.
     """
 
     layout: Layout
@@ -419,7 +420,7 @@ class ShardingPlan:
     states: tuple[int, ...] | None = None
     by_parts: bool = False
     sums: tuple[SumOfParts, ...] = ()
-    hops: tuple[CodedHop, ...] = ()
+    hops: tuple[QuantisedHop, ...] = ()
     matrices: MatrixExchange | None = None
 
     @cached_property

@@ -19,7 +19,7 @@ from .calibration import fitted
 from .candidate import PRECISIONS, KernelGeneration
 from .comparison import compared
 from .hardware import GB, cluster_of
-from .published import published_runs
+from .published_runs import published_runs
 from .search import Goal
 
 FAILED = 2
@@ -103,7 +103,7 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
     if args.write:
         Path(args.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
     if args.picture:
-        from .picture import draw_plan  # which imports matplotlib
+        from .memory_picture import draw_plan  # which imports matplotlib
 
         draw_plan(plan, args.picture)
     comparison = compared(args.compare, plan) if args.compare else None

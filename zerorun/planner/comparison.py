@@ -289,7 +289,7 @@ def _has_effect(config: Config, key: str) -> bool:
 def _gathers_one_ahead(config: Config, largest: int) -> bool:
     """True if one unit is gathered before it is needed, which is what is planned. ``largest``: elements of a unit.
 
-    See _slot_count in plan/make.py.
+    See _slot_count in plan/make_plan.py.
     """
     zero, given = config.zero_optimization, {key for key in (_PREFETCH, _MOST_LIVE) if config.sources[key] != "default"}
     ahead = -(-zero.prefetch_bucket_size // largest) if _PREFETCH in given else 1

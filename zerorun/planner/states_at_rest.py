@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..distributed.layout import Layout, aligned_bytes, build_layout
-from ..plan.policy import STAGES, Policy
+from ..plan.stage_policy import STAGES, Policy
 from .candidate import RunCandidate
 from .model_shape import ModelShape, Weight
 
@@ -65,7 +65,7 @@ class Placed(NamedTuple):
 
     @property
     def policy(self) -> Policy:
-        """The row of the stage, as plan/make.py chooses it."""
+        """The row of the stage, as plan/make_plan.py chooses it."""
         if self.shard > 1:
             return STAGES[self.stage]
         row = STAGES[min(self.stage, 1)]
@@ -160,7 +160,7 @@ def _layout(weights: tuple[Weight, ...], tensor: int, expert: int, degree: int) 
 
 
 def _held(placed: Placed, units: Sequence[_Unit]) -> tuple[dict[str, int], int]:
-    """Return the bytes by kind, and those of gradients that autograd has made: see zerorun/plan/make.py."""
+    """Return the bytes by kind, and those of gradients that autograd has made: see zerorun/plan/make_plan.py."""
     kinds: Counter[str] = Counter()
     for unit in units:
         for layout in unit.groups:

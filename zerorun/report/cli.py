@@ -13,16 +13,16 @@ from functools import partial
 from typing import Any
 
 import zerorun
-from zerorun.launcher.carriers import CARRIERS
+from zerorun.launcher.agent_commands import CARRIERS
 from zerorun.launcher.chosen_hosts import choose_hosts, in_allocation, own_names
 from zerorun.launcher.cli import carrier_options
-from zerorun.launcher.facts import visible_gpus
 from zerorun.launcher.hosts import Host, limit_slots
 from zerorun.launcher.options import build_parser as launcher_parser
 from zerorun.launcher.options import parse_args
+from zerorun.launcher.this_host import visible_gpus
 from zerorun.log import command_parser, counted, end_as_by_ctrl_c, positive, run_command
 
-from . import collect, findings, live, page
+from . import collect, findings, live_check, page
 from .finding import NOTE, Finding
 
 CANNOT_TRAIN = 2
@@ -71,8 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--python", metavar="PATH", help="Python on the other hosts (default: the path of this one)")
     add("--quick", action="store_true", help="small messages only")
     add("--no-live", action="store_true", help="facts only, no live check")
-    add("--time-limit", type=_seconds, default=live.TIME_LIMIT_SECONDS, metavar="SECONDS",
-        help=f"for the whole live check (default: {live.TIME_LIMIT_SECONDS:.0f})")  # fmt: skip
+    add("--time-limit", type=_seconds, default=live_check.TIME_LIMIT_SECONDS, metavar="SECONDS",
+        help=f"for the whole live check (default: {live_check.TIME_LIMIT_SECONDS:.0f})")  # fmt: skip
     add("--json", action="store_true", help="everything as one JSON object")
     add("--version", action="version", version=f"zerorun {zerorun.__version__}")
     return parser
@@ -125,7 +125,7 @@ def _summary(hosts: Sequence[Host], measured: Mapping[str, Any] | None) -> str:
 def _choose(args: argparse.Namespace, environment: Mapping[str, str]) -> tuple[str, list[Host]]:
     """(how to reach them, the hosts with their slots), as the launcher would choose."""
     options = _launcher_options(args, ("hostfile", "include", "exclude", "num-nodes", "nproc-per-node", *_REACH))
-    wish = parse_args(launcher_parser(), [*options, "-m", "zerorun.report.checks"])
+    wish = parse_args(launcher_parser(), [*options, "-m", "zerorun.report.live_worker"])
     alone = args.hostfile is None and args.launcher in (None, "local") and not in_allocation(environment)
     if alone and not (args.nproc_per_node or args.include or args.exclude):
         wish.nproc_per_node = visible_gpus(environment) or RANKS_WITHOUT_GPU
@@ -147,10 +147,10 @@ def _command(args: argparse.Namespace, launcher: str, host: Host) -> Sequence[st
     return CARRIERS[launcher](host, carrier_options(args, module="zerorun.report.host_facts"))
 
 
-def _make_live(args: argparse.Namespace, launcher: str, hosts: Sequence[Host]) -> live.Live:
+def _make_live(args: argparse.Namespace, launcher: str, hosts: Sequence[Host]) -> live_check.Live:
     options = _launcher_options(args, [name for name in _REACH if name != "launcher"])
     command = [sys.executable, "-m", "zerorun.launcher.cli", f"--launcher={launcher}", *options]
-    return live.run_live(hosts, command, several=launcher != "local", quick=args.quick, seconds=args.time_limit)
+    return live_check.run_live(hosts, command, several=launcher != "local", quick=args.quick, seconds=args.time_limit)
 
 
 if __name__ == "__main__":

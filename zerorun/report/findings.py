@@ -10,7 +10,7 @@ from statistics import median_low
 from typing import Any
 
 from zerorun.launcher.dump import RankState, by_job, verdict_of
-from zerorun.launcher.facts import is_loopback
+from zerorun.launcher.this_host import is_loopback
 from zerorun.log import listed
 
 from .finding import ERROR, NOTE, SEVERITIES, WARNING, Finding, gibibytes, majority

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import zerorun
-from zerorun.launcher.facts import CGROUPS, OWN_CGROUP, cgroups, machine_id, usable_cores, visible_gpus
 from zerorun.launcher.job_plan import shown_values
+from zerorun.launcher.this_host import CGROUPS, OWN_CGROUP, cgroups, machine_id, usable_cores, visible_gpus
 
 PROGRAM_SECONDS = 8.0  # for git and nvidia-smi, which hangs with its driver
 SHARED_MEMORY = "/dev/shm"  # where data loaders and NCCL put what their processes share

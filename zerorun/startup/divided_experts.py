@@ -16,10 +16,10 @@ from ..distributed.transport.gloo import Gloo
 from ..distributed.transport.statistics import CommunicationStatistics
 from ..distributed.transport.world import gather_values
 from ..errors import ConfigError, ConfigProblem
-from ..experts.dispatch import dispatches
-from ..experts.known_experts import KEY, check_experts, find_experts
-from ..experts.loads import ExpertLoads
-from ..experts.spread import spread
+from ..expert_parallel.dispatch import dispatches
+from ..expert_parallel.known_experts import KEY, check_experts, find_experts
+from ..expert_parallel.rows_per_expert import ExpertLoads
+from ..expert_parallel.spread_experts import spread
 from ..pipeline.module import PipelineModule
 from ..tensor_parallel.axis import TransportAxis, make_axis
 from .parallelized_model import ParallelizedModel

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ..config.parse import Config
-from ..context.attention import AUTO, ULYSSES
-from ..context.divided_model import Way
-from ..context.find import Divided, inner_model, refusal, refuse_heads, way_of
+from ..context_parallel.attention import AUTO, ULYSSES
+from ..context_parallel.divided_model import Way
+from ..context_parallel.find import Divided, inner_model, refusal, refuse_heads, way_of
 from ..distributed.topology import Topology
 from ..tensor_parallel.axis import make_axis
 from .divided_layers import agree_on_random_numbers

@@ -30,7 +30,7 @@ from ..ops.single_pass import Adam8bit, SinglePassOptimizer
 from ..ops.state_format import StateFormat
 from ..optim import muon
 from ..optim.lr_schedules import try_schedule
-from ..optim.needs import Needs, makes_states_in_step
+from ..optim.optimizer_needs import Needs, makes_states_in_step
 from ..optim.optimizers import (
     as_list,
     build_optimizer,
@@ -41,7 +41,7 @@ from ..optim.optimizers import (
     settings_of,
     takes_curvature,
 )
-from ..optim.requested import RawOptimizer
+from ..optim.requested_optimizer import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..pipeline.stages import refuse_other_axes
 from ..plan.optimizer_states import OptimizerStates

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from ..config.parse import Config
 from ..distributed.topology import Topology
 from ..distributed.transport.world import gather_values
-from ..plan.make import planned_topology
-from ..watch.launched import told_ranks_here
+from ..plan.make_plan import planned_topology
+from ..watch.launch_environment import told_ranks_here
 
 
 def topology_of_job(config: Config) -> Topology:

@@ -10,10 +10,10 @@ from ..distributed.transport.communicator import Communicator
 from ..ops.rounding import MasterFormat
 from ..ops.single_pass import SinglePassOptimizer
 from ..optim.muon import Muon
-from ..optim.needs import give_overrides, overrides_of
+from ..optim.optimizer_needs import give_overrides, overrides_of
 from ..optim.optimizers import build_optimizer, split_state, watched
 from ..optim.parts import PartsOptimizer
-from ..optim.requested import RawOptimizer
+from ..optim.requested_optimizer import RawOptimizer
 from ..plan.sharding_plan import ShardingPlan
 from ..zero.matrix_updates import MatrixUpdates
 from ..zero.part_sums import PartSums

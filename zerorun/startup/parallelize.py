@@ -29,7 +29,7 @@ from ..zero.init import part_of, refuse_partitioned
 from .parallelized_model import ParallelizedModel
 
 if TYPE_CHECKING:
-    from ..context.divided_model import Way
+    from ..context_parallel.divided_model import Way
     from ..tensor_parallel.styles import ParallelPlan
 
 Copies = dict[int, tuple[str, bool]]  # id(parameter) -> name in ``model_axes``, whether it is the first copy

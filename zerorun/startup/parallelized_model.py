@@ -14,7 +14,7 @@ from ..distributed.tensor_shard import TensorShard
 from ..distributed.transport.transport import Transport
 
 if TYPE_CHECKING:
-    from ..experts.loads import ExpertLoads
+    from ..expert_parallel.rows_per_expert import ExpertLoads
     from ..tensor_parallel.axis import TransportAxis
     from ..tensor_parallel.random import CommonDraws
 

@@ -14,9 +14,9 @@ from ..config.parse import Config
 from ..distributed.device import CPU
 from ..distributed.replication import ALONE, Replication
 from ..distributed.topology import Topology
-from ..optim.requested import RawOptimizer, without_elsewhere
+from ..optim.requested_optimizer import RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
-from ..plan.make import make_plan
+from ..plan.make_plan import make_plan
 from ..plan.sharding_plan import ShardingPlan
 from ..plan.weights import rebuilt
 from .float8 import Float8Layers, float8_layers

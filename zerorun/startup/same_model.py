@@ -17,7 +17,7 @@ from ..distributed.topology import Topology
 from ..distributed.transport.world import gather_values
 from ..errors import ConfigError, ModelError, TopologyError
 from ..log import listed
-from ..optim.requested import RawOptimizer
+from ..optim.requested_optimizer import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.weights import sums_of_scales
 from ..zero.init import partitioned_as

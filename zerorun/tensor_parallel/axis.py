@@ -14,7 +14,7 @@ from ..distributed.transport.connect import connect_axis
 from ..distributed.transport.statistics import CommunicationStatistics
 from ..distributed.transport.transport import Transport
 from ..errors import ReleasedParameterError
-from ..plan.forwards import uncompiled
+from ..plan.replaced_forwards import uncompiled
 
 
 class UnderWay(Protocol):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..errors import ModelError
-from ..plan.forwards import ReplacedForward, UnavailableOutput
+from ..plan.replaced_forwards import ReplacedForward, UnavailableOutput
 from .collectives import Region
 from .loss import vocab_parallel_cross_entropy
 from .styles import ParallelPlan

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..distributed.tensor_shard import TensorShard, even_bounds
 from ..distributed.topology import Topology
 from ..errors import ModelError
-from ..plan.forwards import uncompiled
+from ..plan.replaced_forwards import uncompiled
 from .axis import Axis, make_axis
 from .random import Streams
 

@@ -28,10 +28,10 @@ from torch import nn
 from ..errors import ModelError
 from ..plan.small_copies import narrow, small_copy
 from ..zero.init import part_of
+from .block_kinds import kinds_of, same_but_for_sizes
 from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
-from .kinds import kinds_of, same_but_for_sizes
+from .layer_pairs import norms_of_heads
 from .layers import computes_by_itself, is_transposed
-from .pairs import norms_of_heads
 from .planning import linear_sizes, make_plan
 from .proof import NOT_ALONE, Call, bytes_of_trial, capture, difference
 from .styles import COLUMN, ParallelPlan, Style

@@ -24,8 +24,8 @@ from .heads import (
     query_width_of,
     text_config,
 )
+from .layer_pairs import norm_problems, pairing_problems
 from .layers import computes_by_itself, is_plain_embedding, is_transposed
-from .pairs import norm_problems, pairing_problems
 from .styles import COLUMN, STYLES, SYNONYMS, WHOLE, Assignment, ParallelPlan, Style
 
 

@@ -21,7 +21,7 @@ from .collectives import Region
 from .convert import convert
 from .layers import whole_of
 from .styles import ParallelPlan
-from .threads import Outcome, ThreadAxis, first_difference, in_short, on_threads
+from .thread_ranks import Outcome, ThreadAxis, first_difference, in_short, on_threads
 
 BATCH, TOKENS = 2, 5
 NOT_ALONE = "cannot be run on"

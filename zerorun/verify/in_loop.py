@@ -21,9 +21,9 @@ from ..zero.gathered_parameters import GatheredParameters
 from ..zero.gradients import reduce_all
 from . import sharded
 from .explain import axis_at, described, first_of_ranks
-from .permuted import PermutedSums, backwards, interleaved
 from .recorder import Recorder
 from .records import Kind, Records, Tolerances, differences
+from .summation_order import PermutedSums, backwards, interleaved
 from .task import Loss, loss_of
 from .unsharded import Whole, add_micro_batch
 from .verification import refuse_lossy

@@ -21,9 +21,9 @@ from ..optim.in_fp32 import KeptTensor, StepsInFp32
 from ..optim.loss_scaler import DTYPES, LossScaler
 from ..optim.lr_schedules import build_schedule
 from ..optim.optimizers import build_optimizer
-from ..optim.requested import RawOptimizer
+from ..optim.requested_optimizer import RawOptimizer
 from ..pipeline.pipelined import Pipelined
-from ..plan.make import buffer_dtype, compute_dtype
+from ..plan.make_plan import buffer_dtype, compute_dtype
 from ..plan.units import stored_name
 from ..startup.float8 import Float8Layers, float8_layers
 from ..startup.inputs import is_scheduler, take_in

@@ -34,16 +34,16 @@ from ..distributed.transport.world import gather_values
 from ..errors import ConfigError, ConfigProblem, ModelError
 from ..pipeline.pipelined import Pipelined
 from ..pipeline.stages import in_one_piece
-from ..plan.make import compute_dtype, wire_dtype
+from ..plan.make_plan import compute_dtype, wire_dtype
 from ..plan.units import repeated_blocks
 from ..startup.inputs import take_in
 from ..startup.job_topology import topology_of_job
-from ..watch.launched import ranks_here
+from ..watch.launch_environment import ranks_here
 from . import sharded, unsharded
 from .explain import axis_at, described, first_of_ranks
-from .permuted import PermutedSums, backwards, interleaved
 from .records import Kind, Mismatch, Point, Records, Tolerances, Value, differences
 from .sharded import Initialize, ShardedRun
+from .summation_order import PermutedSums, backwards, interleaved
 from .task import RunSetting, Sizes, TrainingTask, make, shorten
 
 # What has no influence on what is computed, writes files, or would hide modules from hooks.

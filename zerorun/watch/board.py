@@ -6,7 +6,7 @@ whatever state the rank is in, also after its death, and nothing runs in the ran
 one question to the kernel in WINDOW steps: how long had the thread no core? A change is a few stores of words of 8 bytes,
 and ends with one more event. A reader takes the page until two copies have the same number of events.
 
-The times that a rank was busy in its phases become those of a window of steps (pace.py); the page keeps some windows.
+The times that a rank was busy in its phases become those of a window of steps (slow_ranks.py); the page keeps some windows.
 
 The page is about the thread that trains. Threads that work beside it call ``stay_off_the_board``.
 """
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import ConfigError
 from . import sidecars
-from .launched import is_on_one_host, rank_in
+from .launch_environment import is_on_one_host, rank_in
 
 PAGE = 4096  # bytes
 VARIABLE = "ZERORUN_BOARD"  # "12,13": the open files of the page and of the stacks

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from .launched import is_task_of_several, rank_in, world_size_in
+from .launch_environment import is_task_of_several, rank_in, world_size_in
 
 _BACKLOG = 1024
 

@@ -4,7 +4,7 @@
 A rank that waits has an edge to each rank of its collective that is not in it. Whoever waits for nobody is at the end of
 all edges: it has ended, is stopped, or computes. Where edges end nowhere, ranks wait for each other in a circle: they have
 made their calls in different orders. A collective in which all are, and that is not over, is a matter of the link.
-If ranks had different sizes for a collective, that is the cause, wherever they are now (sizes.py).
+If ranks had different sizes for a collective, that is the cause, wherever they are now (collective_sizes.py).
 
 That a rank computes for long is not a fault by itself. So a verdict of this kind is not ``certain``: the job goes on for a
 while, in which the rank may come.
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from ..log import counted, ranks_in_words
 from .board import NUMBERS, OF_SCRIPT, OF_STAGES, Phase, Sight
-from .sizes import differing, remedy_of_early_end
+from .collective_sizes import differing, remedy_of_early_end
 
 SUSPECT_AFTER_S = 30.0  # unless "hang_timeout_s" says otherwise
 _LONGER = 5  # times the longest wait of this kind so far

@@ -12,11 +12,11 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
     from .access import safe_get_local_optimizer_state as safe_get_local_optimizer_state
     from .access import safe_set_full_fp32_param as safe_set_full_fp32_param
     from .access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
-    from .edits import safe_set_full_grad as safe_set_full_grad
-    from .edits import safe_set_local_fp32_param as safe_set_local_fp32_param
-    from .edits import safe_set_local_grad as safe_set_local_grad
-    from .edits import safe_set_local_optimizer_state as safe_set_local_optimizer_state
-    from .edits import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
+    from .edited_values import safe_set_full_grad as safe_set_full_grad
+    from .edited_values import safe_set_local_fp32_param as safe_set_local_fp32_param
+    from .edited_values import safe_set_local_grad as safe_set_local_grad
+    from .edited_values import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+    from .edited_values import safe_update_full_grad_vectorized as safe_update_full_grad_vectorized
     from .external_parameters import register_external_parameter as register_external_parameter
     from .external_parameters import unregister_external_parameter as unregister_external_parameter
     from .gathered_parameters import GatheredParameters as GatheredParameters
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
 _FILES = {
     "access": "safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_local_fp32_param "
     "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state",
-    "edits": "safe_set_full_grad safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "edited_values": "safe_set_full_grad safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized",
     "external_parameters": "register_external_parameter unregister_external_parameter",
     "gathered_parameters": "GatheredParameters",

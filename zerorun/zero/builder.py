@@ -15,11 +15,11 @@ from ..distributed.transport.mapped_shards import MappedShards
 from ..errors import ModelError
 from ..plan.sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 from ..plan.weights import let_go_of_memory, named_members
-from .away import States
 from .flat_group import CodeBuffers, FlatGroup, GradientBuffers, TrainedGroup, rounded
 from .init import forget_part, whole_value
 from .offload.host_link import Disk, HostLink
 from .offload.host_memory import give_back_freed
+from .offloaded_states import States
 from .unit import SlotPool, Unit
 
 

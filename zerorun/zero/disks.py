@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ..config.parse import Config
 from ..log import in_bytes, info_once
 from ..plan.sharding_plan import DiskPlan
-from ..watch.launched import ranks_here
+from ..watch.launch_environment import ranks_here
 from .offload.host_link import Disk
 from .offload.nvme import StateFile, disk_of, file_bytes, mapped_file, require_room
 

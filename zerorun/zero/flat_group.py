@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from ..distributed.block_codes import decode_parts, encode
 from ..distributed.layout import Layout
+from ..distributed.quantised_blocks import decode_parts, encode
 from ..distributed.transport.sums import square_sum
 from ..ops.rounding import join
 from ..plan.sharding_plan import FlatGroupPlan

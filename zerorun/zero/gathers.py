@@ -28,7 +28,7 @@ from ..distributed.device import on_host, synchronize
 from ..distributed.transport.communicator import Communicator
 from ..errors import OrderError, RankLeftError
 from ..log import warn_once
-from ..plan.step import LARGEST
+from ..plan.step_collectives import LARGEST
 from .unit import SlotPool, Unit, gather_for_others
 
 # Seconds for which a rank that has left the agreed order waits for the others to ask as well; None: as for any collective.

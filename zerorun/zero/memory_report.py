@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from ..plan.ledger import DEVICE_KINDS, kind_in
+from ..plan.byte_ledger import DEVICE_KINDS, kind_in
 from ..plan.sharding_plan import DEVICE, DISK, HOST
 from ..plan.weights import apart_from, other_buffers, scale_bytes, stored_bytes
-from .away import MOMENTS, storage_number
 from .flat_group import FlatGroup
+from .offloaded_states import MOMENTS, storage_number
 from .runtime import Runtime
 from .sharded_optimizer import ShardedOptimizer
 from .unit import links_of

@@ -24,7 +24,7 @@ import torch
 from ..distributed.device import CopyStream, Reading
 from ..distributed.transport.communicator import Communicator
 from ..distributed.waits import waiting
-from ..plan.step import NORM
+from ..plan.step_collectives import NORM
 from .unit import Unit
 
 Sums = torch.Tensor | list[float]

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from ..distributed.transport.communicator import Communicator
-from ..distributed.transports import NCCL
+from ..distributed.transport_kinds import NCCL
 from ..plan.sharding_plan import ShardingPlan
-from ..plan.step import hops
+from ..plan.step_collectives import hops
 
 
 class PartSums:

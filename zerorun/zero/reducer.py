@@ -14,8 +14,8 @@ from typing import Protocol
 
 import torch
 
-from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
+from ..distributed.transport.quantised_sum import GradientCodes
 from ..distributed.transport.statistics import Pending
 from ..errors import ModelError, OrderError
 from ..plan.reductions import Reductions

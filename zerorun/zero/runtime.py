@@ -46,15 +46,15 @@ from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge
 
-from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
+from ..distributed.transport.quantised_sum import GradientCodes
 from ..errors import ModelError, StepError
-from ..plan.forwards import ReplacedForward, methods_with_parts, uncompiled
+from ..plan.replaced_forwards import ReplacedForward, methods_with_parts, uncompiled
 from ..plan.sharding_plan import ShardingPlan
-from .away import GRADIENTS, SLOTS, WEIGHTS
 from .builder import ShardedParameters
 from .gathers import ExecutionTrace, Gathers, renew
-from .guards import ReadGuard, ScriptGuard
+from .offloaded_states import GRADIENTS, SLOTS, WEIGHTS
+from .parameter_guards import ReadGuard, ScriptGuard
 from .placeholders import tensors_held_by, tensors_in
 from .reducer import Backwards, Reducer
 from .unit import Unit

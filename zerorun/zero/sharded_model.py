@@ -18,9 +18,9 @@ from ..distributed.transport.communicator import Communicator
 from ..errors import CheckpointError, ModelError, ReleasedParameterError, StepError, ZerorunError
 from ..log import listed
 from ..plan.weights import named_members
-from .away import GRADIENTS, WEIGHTS, StateKind
 from .flat_group import FlatGroup
 from .norm import Decision, Norm, Summary, Told
+from .offloaded_states import GRADIENTS, WEIGHTS, StateKind
 from .pieces import owned_gradient
 from .runtime import Runtime, runtimes_in
 from .sharded_optimizer import ShardedOptimizer

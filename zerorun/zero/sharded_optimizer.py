@@ -19,7 +19,7 @@ from ..log import warn_once
 from ..ops.rounding import Origin
 from ..ops.single_pass import SinglePassOptimizer, Sophia, is_native, leave_to_torch
 from ..optim.in_fp32 import KeptTensor, StepsInFp32
-from ..optim.needs import WatchedSettings
+from ..optim.optimizer_needs import WatchedSettings
 from .flat_group import TrainedGroup
 from .host_updates import begin_updates, take_in
 from .matrix_updates import MatrixUpdates

@@ -17,8 +17,8 @@ from torch.utils.weak import TensorWeakRef
 
 from ..errors import ReleasedParameterError
 from ..plan.weights import inside, own_members, packed_buffers
-from .away import WEIGHTS
 from .flat_group import TrainedGroup, take_weight
+from .offloaded_states import WEIGHTS
 from .runtime import ModuleHook, Removable
 from .sharded_model import ParameterHome, ShardedModel
 from .unit import finish_updates

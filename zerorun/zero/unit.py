@@ -8,7 +8,7 @@ Each tensor has one owner, and nobody else assigns it. ``numel`` counts the padd
 | parameter (.data) | FlatGroup   | the user's  | compute | a view of ``full`` while gathered, else a loud placeholder  |
 | ``full``          | FlatGroup   | [numel]     | compute | own slot; at stage 3 a part of a shared slot, or ``mapped`` |
 | ``shard``         | FlatGroup   | [shard]     | compute | a view of ``full`` if that is its own, else its own         |
-| ``coded``         | FlatGroup   | [bytes]     | uint8   | where ``shard`` is, if gathers send codes (plan/coded.py)   |
+| ``coded``         | FlatGroup   | [bytes]     | uint8   | where ``shard`` is, if gathers send codes                   |
 | ``arriving``      | FlatGroup   | [bytes]     | uint8   | the codes of all ranks, behind ``full`` in the shared slot  |
 | ``second``        | FlatGroup   | [part]      | compute | its own, if a node has a second copy, where ``shard`` is    |
 | ``master``        | FlatGroup   | [owned]     | fp32 *  | ``shard`` itself in its dtype if both are placed alike      |
@@ -40,10 +40,10 @@ import torch
 from torch import nn
 
 from ..distributed.layout import aligned_bytes
-from ..distributed.transport.coded_sum import GradientCodes
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.huge_pages import make_huge, prefer_huge_pages
 from ..distributed.transport.mapped_shards import let_go
+from ..distributed.transport.quantised_sum import GradientCodes
 from ..distributed.transport.second_copy import SecondCopy
 from ..distributed.transport.statistics import Pending
 from ..plan.sharding_plan import SlotPlan, UnitPlan

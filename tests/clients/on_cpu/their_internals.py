@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from zerorun.deepspeed import activation, surface
+from zerorun.deepspeed import activation, name_table
 
 # Kernels for which zerorun has an optimizer of the same name, or reads disks by itself.
 _BUILT = ("CPUAdam", "FusedAdam", "CPUAdagrad", "CPULion", "FusedLion", "FusedLamb", "AsyncIO")
@@ -83,8 +83,8 @@ class _Wide(ModuleType):
         if name.startswith("__") and name != "__version__":
             raise AttributeError(name)
         path = f"{self.__name__}.{name}"
-        if name in surface.SURFACE.get(self.__name__, {}):
-            found = surface.target_of(self.__name__, name)
+        if name in name_table.SURFACE.get(self.__name__, {}):
+            found = name_table.target_of(self.__name__, name)
         elif path in sys.modules or path in _KNOWN:
             __import__(path)
             found = sys.modules[path]
@@ -99,7 +99,7 @@ class _Compatible:
         return name in _BUILT
 
 
-_KNOWN: set[str] = set(surface.SURFACE)
+_KNOWN: set[str] = set(name_table.SURFACE)
 
 
 def install() -> None:
@@ -109,7 +109,7 @@ def install() -> None:
 
     def find_spec(self: Any, name: str, path: Any, target: Any) -> Any:
         if name.startswith("deepspeed."):
-            surface.SURFACE.setdefault(name, {})
+            name_table.SURFACE.setdefault(name, {})
         return real(self, name, path, target)
 
     activation.DeepSpeedFinder.find_spec = find_spec  # type: ignore[method-assign]

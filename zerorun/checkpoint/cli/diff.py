@@ -16,8 +16,8 @@ import torch
 
 from ...errors import DamagedError
 from ...log import counted, listed
-from ..block_states import decoded, is_coded, scales
 from ..manifest import Manifest
+from ..quantised_states import decoded, is_coded, scales
 from ..read import Read, Reader
 from ..tensorfile import dtype_of, memory_of
 from ..write_plan import MODEL

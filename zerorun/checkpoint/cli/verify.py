@@ -17,9 +17,9 @@ from typing import Any
 from ...errors import CheckpointError, DamagedError
 from ...log import counted
 from ...ops.state_format import SCALE
-from ..block_states import CODES, scale_shape
 from ..files import open_regular, read_regular
 from ..manifest import MANIFEST, Manifest, index_name, read_manifest
+from ..quantised_states import CODES, scale_shape
 from ..tensorfile import BLOCK_BYTES, Described, FileRecord, TensorFile
 from ..write_plan import BUFFER, MASTER, MODEL, OPTIMIZER, RESIDUAL, STATE
 from .choose import Candidate, in_bytes, locate, survey

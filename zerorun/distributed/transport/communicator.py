@@ -19,13 +19,13 @@ import torch
 from ...errors import OrderError
 from ..device import Arrival, queues
 from ..replication import Family
-from ..secondary import Secondary
+from ..secondary_partition import Secondary
 from ..topology import Topology, everyone
-from ..transports import PEER_MEMORY, reads_parts
-from .coded_sum import Codes, reduce_scatter_codes
+from ..transport_kinds import PEER_MEMORY, reads_parts
 from .connect import connect_axis
 from .control import Control
 from .peer_memory import PeerMemoryError
+from .quantised_sum import Codes, reduce_scatter_codes
 from .second_copy import SecondCopy
 from .statistics import CommunicationStatistics, Pending, unanswered
 from .sums import store

@@ -16,7 +16,7 @@ from itertools import pairwise
 import torch
 
 from ...watch.board import board
-from ..transports import GLOO
+from ..transport_kinds import GLOO
 from .statistics import Message, Pending, Started
 from .sums import sum_in_rank_order
 from .transport import Transport

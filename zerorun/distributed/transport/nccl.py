@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..device import Arrival, CopyStream, is_simulated
-from ..transports import NCCL
+from ..transport_kinds import NCCL
 from ..waits import waiting
 from .simulated_nccl import SimulatedNccl, group_of
 from .statistics import Pending, Started

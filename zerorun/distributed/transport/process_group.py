@@ -34,8 +34,8 @@ from torch.distributed.rendezvous import rendezvous
 from ...errors import TopologyError
 from ...log import logger, warn_once
 from ...watch.board import Phase, board, is_read, show_board, watch_other_hosts
-from ...watch.launched import is_on_one_host as ranks_on_one_host
-from ...watch.launched import launched
+from ...watch.launch_environment import is_on_one_host as ranks_on_one_host
+from ...watch.launch_environment import launched
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
 from ..script_calls import show_script_calls
 from ..topology import forget_everyone

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ..layout import Piece
-from ..transports import PEER_MEMORY
+from ..transport_kinds import PEER_MEMORY
 from .gloo import Gloo
 from .mapped_shards import MappedShards
 from .open_shards import OpenShards

@@ -1,4 +1,4 @@
-"""The second copy of hpZ (secondary.py): how it is made from the shards of all ranks, and units gathered from it."""
+"""The second copy of hpZ (secondary_partition.py): made from the shards of all ranks, and what units are gathered from."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..device import Arrival
-from ..secondary import Secondary
+from ..secondary_partition import Secondary
 from ..topology import Topology, neighbours
 from .connect import connect_axis
 from .statistics import Pending
