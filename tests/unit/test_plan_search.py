@@ -391,7 +391,7 @@ def test_bad_goals_and_models_are_told(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(ConfigError, match="does not tell its shape"):
         zerorun.plan_run(3, "8xH100")
     assert cli.main(["--model", "config.json"]) == 2
-    assert "--gpus = None: is needed." in capsys.readouterr().err
+    assert "--gpus = null: is needed." in capsys.readouterr().err
     assert shape_of({**LLAMA_8B, "model_type": "mistral"}).parameters == 8_030_261_248
 
 
