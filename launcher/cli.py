@@ -382,7 +382,7 @@ def check_config(script_args: Sequence[str], *, in_mode: bool) -> None:
     if not os.path.isfile(path):
         raise LaunchError(f"configuration file not found: {path}. Remedy: mend the path, or use --no-config-check.")
     from zerorun.config import load_config  # here, so that --help does not pay for it
-    from zerorun.config.leniency import as_deepspeed_reads
+    from zerorun.config.deepspeed_leniency import as_deepspeed_reads
     from zerorun.config.source import read_source
 
     try:

@@ -36,7 +36,7 @@ from zerorun.errors import LaunchError
 
 from .event_loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .failures import HostEnd, WorkerEnd
-from .hangs import Hangs
+from .hang_detection import Hangs
 from .hosts import Host
 from .job_plan import JobOptions, LaunchRequest, ProgramKind, Rendezvous, build_plan, lack_of_cores, warm_commands
 from .node import STREAMS, log_file, make_log_dir

@@ -17,7 +17,7 @@ from .failures import (
     failure_report,
     host_report,
 )
-from .hangs import HANG_STATUS
+from .hang_detection import HANG_STATUS
 from .job_plan import JobPlan
 from .restarts import Attempt
 from .sbatch import REQUEUE_STATUS

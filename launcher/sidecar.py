@@ -32,7 +32,7 @@ from .agent_line import Line
 from .dump import job_of, variables
 from .event_loop import dispatch
 from .failures import RULE, WorkerEnd
-from .hangs import Hangs
+from .hang_detection import Hangs
 from .manual_launch import GuestNode, enter
 from .node import Listener
 from .worker_boards import Boards, Seen, descendants, is_gone, open_board

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from .other_paths import PATHS, OtherPaths
+from .import_paths import PATHS, ImportPaths
 
 if TYPE_CHECKING:  # the names that ``__getattr__`` resolves, for type checkers; tests/unit/test_exports.py compares both
     from . import config as config
@@ -75,7 +75,7 @@ _EXPORTS = {
 }
 _MODULES = ("zero", "config", "errors", "ops", "launcher", *PATHS)
 
-sys.meta_path.append(OtherPaths())
+sys.meta_path.append(ImportPaths())
 
 __all__ = [*_EXPORTS, *_MODULES, "__version__"]
 

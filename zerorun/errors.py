@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 
@@ -25,11 +25,15 @@ class ConfigProblem(NamedTuple):  # not a dataclass: `zerorun --help` would impo
     reason: str
     remedy: str
 
-    def __str__(self) -> str:
-        shown = in_json(self.value)
+    def told(self, written: Callable[[object], str]) -> str:
+        """Return the problem in words. ``written``: makes text of its value."""
+        shown = written(self.value)
         if len(shown) > 80:
             shown = shown[:77] + "..."
         return f"{self.key} = {shown}: {self.reason} Remedy: {self.remedy}"
+
+    def __str__(self) -> str:
+        return self.told(in_json)
 
 
 class ConfigError(ZerorunError, ValueError):
@@ -39,7 +43,8 @@ class ConfigError(ZerorunError, ValueError):
         self.problems = list(problems)
         self.source = source
         noun = "problem" if len(self.problems) == 1 else "problems"
-        lines = [f"{source}: {len(self.problems)} {noun}", *(f"  {problem}" for problem in self.problems)]
+        written = repr if source.endswith("()") else in_json  # arguments of a function are Python's
+        lines = [f"{source}: {len(self.problems)} {noun}", *(f"  {problem.told(written)}" for problem in self.problems)]
         super().__init__("\n".join(lines))
 
     @classmethod

@@ -110,7 +110,7 @@ def test_lightnings_callbacks_that_an_engine_cannot_have_are_refused(found: dict
     pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[clients]'")
     averages = ("StochasticWeightAveraging", "EMAWeightAveraging")
     said = found["callbacks"]
-    assert "callbacks = 'EMAWeightAveraging'" in said["by another name"]
+    assert 'callbacks = "EMAWeightAveraging"' in said["by another name"]
     assert said["nulls"] == "torch.bfloat16 clips to 0.0"
     always = [f"{name}, {stage}" for name in ("BackboneFinetuning", "ModelPruning") for stage in (1, 3)]
     for callback in (*always, *(f"{name}, 3" for name in averages)):

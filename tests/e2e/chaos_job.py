@@ -40,7 +40,7 @@ from zerorun.checkpoint.directory import REPLACED, newest_first
 from zerorun.checkpoint.manifest import MANIFEST, read_manifest
 from zerorun.checkpoint.save import versions
 from zerorun.errors import CheckpointError, DamagedError
-from zerorun.zero.access import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from zerorun.zero.value_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.002

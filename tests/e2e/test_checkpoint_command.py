@@ -34,7 +34,7 @@ from zerorun.checkpoint.load import optimizer_kind
 from zerorun.checkpoint.offline import write_foreign
 from zerorun.checkpoint.tensorfile import BLOCK_BYTES
 from zerorun.errors import CheckpointError
-from zerorun.zero.access import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from zerorun.zero.value_access import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
 ROOT = Path(__file__).parents[2]
 COMMAND = (sys.executable, "-m", "zerorun.checkpoint.cli")

@@ -346,14 +346,14 @@ _WAITS = (
     ),
     (
         "values-on-request-not-awaited",
-        "zerorun/zero/access.py",
+        "zerorun/zero/value_access.py",
         '    channels.shard.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned).wait()',
         '    channels.shard.all_gather(full, flat_group.layout.bounds, f"{what}: all-gather on request", owned)',
         "tests/ranks/test_access.py::test_gradients_and_moments_by_name_are_the_same_at_every_stage",
     ),
     (
         "weights-on-request-not-awaited",
-        "zerorun/zero/access.py",
+        "zerorun/zero/value_access.py",
         '    unit.gather_into(runtime.comm, flat_group, full, "on request").wait()',
         '    unit.gather_into(runtime.comm, flat_group, full, "on request")',
         "tests/ranks/test_access.py::test_init_gives_the_values_it_would_give_without",
@@ -388,7 +388,7 @@ _WAITS = (
     ),
     (
         "heads-not-awaited",
-        "zerorun/context_parallel/exchange.py",
+        "zerorun/context_parallel/attention_exchange.py",
         "    rows.axis.all_to_all(sent, received, label).wait()",
         "    rows.axis.all_to_all(sent, received, label)",
         "tests/ranks/test_context.py::test_equals_one_process",
@@ -518,7 +518,7 @@ MUTANTS = (
     Mutant(
         "hosts-of-this-rank",
         "rank",
-        "zerorun/startup/job_topology.py",
+        "zerorun/model_setup/job_topology.py",
         "    return planned_topology(config, world_size, sizes_of_hosts(found), dist.get_rank())",
         "    return planned_topology(config, world_size, found[dist.get_rank()][0] or world_size, dist.get_rank())",
         ("tests/ranks/test_unequal_hosts.py",),
@@ -574,10 +574,10 @@ MUTANTS = (
     Mutant(
         "copies-of-tensor-ranks-count-twice",
         "divisor",
-        "zerorun/optim/parts.py",
+        "zerorun/optim/parameter_parts.py",
         "            if self.part_of(tensor).counted:",
         "            if True:",
-        ("tests/unit/test_parts.py",),
+        ("tests/unit/test_parameter_parts.py",),
     ),
     Mutant(
         "columns-of-the-matrix-after-the-cut",
@@ -585,7 +585,7 @@ MUTANTS = (
         "zerorun/optim/factored.py",
         "        return sorted(rows), sorted({cut // (height * width) for cut in cuts if cut % (height * width)})",
         "        return sorted(rows), sorted({cut // (height * width) + 1 for cut in cuts if cut % (height * width)})",
-        ("tests/unit/test_parts.py",),
+        ("tests/unit/test_parameter_parts.py",),
     ),
     Mutant(
         "mean-over-the-elements-here",
@@ -593,7 +593,7 @@ MUTANTS = (
         "zerorun/optim/adafactor.py",
         "        group, numel = self._group, self.part.whole_numel",
         "        group, numel = self._group, self.part.numel",
-        ("tests/unit/test_parts.py",),
+        ("tests/unit/test_parameter_parts.py",),
     ),
     Mutant(
         "a-cut-row-is-saved-twice",
@@ -601,7 +601,7 @@ MUTANTS = (
         "zerorun/optim/factored.py",
         "            yield StateRange(first * width, (touched[0] + first) * width, number * width, shape, kept, saves)",
         "            yield StateRange(first * width, (touched[0] + first) * width, number * width, shape, kept)",
-        ("tests/unit/test_parts.py",),
+        ("tests/unit/test_parameter_parts.py",),
     ),
     Mutant(
         "sums-of-all-replicas",
@@ -1161,7 +1161,7 @@ MUTANTS = (
     Mutant(
         "a-tie-may-be-frozen-in-part",
         "swallowed",
-        "zerorun/startup/parallelize.py",
+        "zerorun/model_setup/parallelize.py",
         "        if len(set(ways.values())) > 1:",
         "        if len({how.split()[-1] for how in ways.values()}) > 1:",
         ("tests/ranks/test_parallel_bad_input.py", "-k", "tied_parameter_that_differ and one"),
@@ -1201,7 +1201,7 @@ MUTANTS = (
     Mutant(
         "an-attribute-is-called-for-strides",
         "stale",
-        "zerorun/plan/weights.py",
+        "zerorun/plan/parameter_kinds.py",
         "    return torch.Tensor.stride(tensor)",
         "    return tensor.stride()",
         ("tests/ranks/test_access.py", "-k", "name_of_a_method"),
@@ -1577,7 +1577,7 @@ MUTANTS = (
     Mutant(
         "weights-packed-anew",
         "stale",
-        "zerorun/plan/weights.py",
+        "zerorun/plan/parameter_kinds.py",
         "        if getattr(layer, _REPACKS, False) and weight is not None and is_packed(weight):",
         "        if getattr(layer, _REPACKS, False) and weight is not None and not is_packed(weight):",
         ("tests/ranks/test_quantised_weights.py::test_no_layer_repacks_its_weight_for_the_cpu",),
@@ -1729,7 +1729,7 @@ MUTANTS = (
     Mutant(
         "a-script-writes-into-the-modules-own-output",
         "stale",
-        "zerorun/optim/containers.py",
+        "zerorun/optim/nested_containers.py",
         "        made = copy.copy(container)  # the module may go on with its own",
         "        made = container",
         ("tests/unit/test_loss_scale_borders.py::test_containers_keep_their_types_and_the_module_keeps_its_own",),
@@ -1833,7 +1833,7 @@ MUTANTS = (
     Mutant(
         "one-path-spelled-twice",
         "remedy",
-        "zerorun/startup/inputs.py",
+        "zerorun/model_setup/checked_arguments.py",
         "        return os.path.abspath(one) == os.path.abspath(other)",
         "        return one == other",
         ("tests/unit/test_config_intake.py::test_two_configurations_must_be_one",),
@@ -2145,7 +2145,7 @@ MUTANTS = (
     Mutant(
         "factories-raise-by-themselves",
         "swallowed",
-        "zerorun/startup/model_factory.py",
+        "zerorun/model_setup/model_factory.py",
         '        raise ModelError(f"{told}. Remedy: call it by itself{where}, and mend it.") from error',
         "        raise",
         ("tests/unit/test_plan_command.py::test_bad_arguments",),
@@ -2403,7 +2403,7 @@ MUTANTS = (
     Mutant(
         "an-adagrad-that-has-stepped-begins-anew",
         "stale",
-        "zerorun/startup/inputs.py",
+        "zerorun/model_setup/checked_arguments.py",
         "    if optimizer.state and not made_early:",
         "    if optimizer.state and not isinstance(optimizer, torch.optim.Adagrad):",
         ("tests/ranks/test_parallel_access.py", "-k", "refused"),
@@ -2443,7 +2443,7 @@ MUTANTS = (
     Mutant(
         "complex-parameters-lose-a-half",
         "swallowed",
-        "zerorun/plan/weights.py",
+        "zerorun/plan/parameter_kinds.py",
         "        if trains and param.requires_grad and param.is_complex():",
         "        if False:",
         ("tests/ranks/test_bad_input.py", "-k", "complex_parameter"),
@@ -2451,7 +2451,7 @@ MUTANTS = (
     Mutant(
         "fp64-is-rounded-in-silence",
         "swallowed",
-        "zerorun/startup/inputs.py",
+        "zerorun/model_setup/checked_arguments.py",
         "        _tell_of_rounded(model, raw)",
         "        pass",
         ("tests/unit/test_config_intake.py", "-k", "fp64_is_rounded"),
@@ -2467,7 +2467,7 @@ MUTANTS = (
     Mutant(
         "what-looks-at-all-parameters-is-divided",
         "swallowed",
-        "zerorun/startup/inputs.py",
+        "zerorun/model_setup/checked_arguments.py",
         "    sees_all = world_size == 1 or not (config.zero_optimization.stage or is_divided)",
         "    sees_all = world_size == 1 or not is_divided",
         ("tests/ranks/test_own_optimizers.py::test_what_cannot_be_divided_is_refused",),
@@ -2483,7 +2483,7 @@ MUTANTS = (
     Mutant(
         "owners-by-the-number-of-matrices",
         "divisor",
-        "zerorun/plan/matrices.py",
+        "zerorun/plan/matrix_exchange.py",
         "        heapq.heappush(loads, (load + cost_of(shapes[index]), owner))",
         "        heapq.heappush(loads, (load + 1, owner))",
         ("tests/unit/test_matrices.py::test_megatron_2162_6379_owners_of_llama_8b_have_as_much_to_do",),
@@ -2523,7 +2523,7 @@ MUTANTS = (
     Mutant(
         "fp8-layers-stay-after-the-engine",
         "stale",
-        "zerorun/startup/float8.py",
+        "zerorun/model_setup/float8.py",
         "            self._layers[name].__class__ = nn.Linear",
         "",
         ("tests/ranks/test_fp8.py::test_checkpoints_and_models_are_as_without_fp8",),
@@ -2531,7 +2531,7 @@ MUTANTS = (
     Mutant(
         "embeddings-in-blocks-are-matrices",
         "swallowed",
-        "zerorun/startup/matrix_roles.py",
+        "zerorun/model_setup/matrix_roles.py",
         "    return set(inside) - set(map(id, _embeddings(model))) - set(map(id, _head(model, blocks)))",
         "    return set(inside) - set(map(id, _head(model, blocks)))",
         ("tests/unit/test_matrices.py::test_a_row_of_layers_ends_with_the_head",),
@@ -2539,7 +2539,7 @@ MUTANTS = (
     Mutant(
         "the-tied-head-is-a-matrix",
         "swallowed",
-        "zerorun/startup/matrix_roles.py",
+        "zerorun/model_setup/matrix_roles.py",
         "    return set(inside) - set(map(id, _embeddings(model))) - set(map(id, _head(model, blocks)))",
         "    return set(inside) - set(map(id, _embeddings(model)))",
         ("tests/unit/test_matrices.py::test_a_row_of_layers_ends_with_the_head",),
@@ -2555,7 +2555,7 @@ MUTANTS = (
     Mutant(
         "owners-take-what-they-have-twice",
         "bytes",
-        "zerorun/plan/matrices.py",
+        "zerorun/plan/matrix_exchange.py",
         "                back += matrix.numel * self.copies(matrix) - matrix.here",
         "                back += matrix.numel * self.copies(matrix)",
         ("tests/unit/test_matrices.py::test_bytes_are_those_of_the_formula",),
@@ -2563,7 +2563,7 @@ MUTANTS = (
     Mutant(
         "copies-on-tensor-ranks-are-not-given-back",
         "rank",
-        "zerorun/plan/matrices.py",
+        "zerorun/plan/matrix_exchange.py",
         "        return (1 if matrix.divided else self.tensor) * (self.shard if self.shares else 1)",
         "        return self.shard if self.shares else 1",
         ("tests/ranks/test_muon.py::test_what_is_sent_is_planned",),
@@ -2571,7 +2571,7 @@ MUTANTS = (
     Mutant(
         "int8-layers-read-what-was",
         "stale",
-        "zerorun/plan/weights.py",
+        "zerorun/plan/parameter_kinds.py",
         "        let_go_of_memory(holder, weight.data)",
         "        pass",
         ("tests/ranks/test_quantised_weights.py::test_int8_layers_follow_their_weights[3-True]",),
@@ -2579,7 +2579,7 @@ MUTANTS = (
     Mutant(
         "wrappers-stay-whole",
         "bytes",
-        "zerorun/plan/weights.py",
+        "zerorun/plan/parameter_kinds.py",
         "    return [(path, cast(nn.Parameter, tensor)) for path, tensor in found] if movable else []",
         "    return []",
         ("tests/ranks/test_quantised_weights.py::test_the_ledger_counts_the_bytes_that_are_stored[wrapper]",),
@@ -2875,7 +2875,7 @@ MUTANTS = (
     Mutant(
         "the-local-size-decides-on-8-bits",
         "rank",
-        "zerorun/startup/optimizer_on_pieces.py",
+        "zerorun/model_setup/optimizer_on_pieces.py",
         "    optimizer.formats.update({piece.tensor: piece.format for piece in pieces})",
         "    pass",
         ("tests/ranks/test_states_in_8_bits.py", "-k", "ao_4912"),
@@ -2899,7 +2899,7 @@ MUTANTS = (
     Mutant(
         "all-blocks-are-rounded-again",
         "stale",
-        "zerorun/zero/access.py",
+        "zerorun/zero/value_access.py",
         "            if run.entry == home.entry:",
         "            if home.entry >= 0:",
         ("tests/ranks/test_states_in_8_bits.py::test_states_by_name",),
@@ -2947,7 +2947,7 @@ MUTANTS = (
     Mutant(
         "shards-round-by-places-in-themselves",
         "bound",
-        "zerorun/zero/pieces.py",
+        "zerorun/zero/optimizer_pieces.py",
         "        whole = Origin(run.offset, run.numel, name, run.start, seed=seed)",
         "        whole = Origin(run.offset, run.numel, name, 0, seed=seed)",
         ("tests/ranks/test_training_in_bf16.py", "-k", "megatron_1821"),
@@ -2955,7 +2955,7 @@ MUTANTS = (
     Mutant(
         "stages-have-names-of-their-own",
         "stale",
-        "zerorun/zero/pieces.py",
+        "zerorun/zero/optimizer_pieces.py",
         "        name, shard = copies.get(own, own), shards[run.entry] if shards else None",
         "        name, shard = own, shards[run.entry] if shards else None",
         ("tests/ranks/test_training_in_bf16.py::test_copies_on_pipeline_stages_round_alike",),
@@ -2963,7 +2963,7 @@ MUTANTS = (
     Mutant(
         "tensor-ranks-round-by-their-own-columns",
         "bound",
-        "zerorun/zero/pieces.py",
+        "zerorun/zero/optimizer_pieces.py",
         "        return replace(whole, **rows, column=shard.ranges[0][0] * inner)",
         "        return replace(whole, **rows, column=0)",
         ("tests/ranks/test_training_in_bf16.py::test_tensor_ranks_round_by_places_in_the_whole",),
@@ -3115,7 +3115,7 @@ MUTANTS = (
     Mutant(
         "gradients-of-the-joined-once",
         "divisor",
-        "zerorun/context_parallel/rows.py",
+        "zerorun/context_parallel/sequence_rows.py",
         "        return own * ctx.factor if ctx.factor > 1 else own, None, None, None",
         "        return own, None, None, None",
         ("tests/ranks/test_context.py", "-k", "other_calls"),
@@ -3123,7 +3123,7 @@ MUTANTS = (
     Mutant(
         "gradients-of-what-was-joined-early-once",
         "divisor",
-        "zerorun/context_parallel/rows.py",
+        "zerorun/context_parallel/sequence_rows.py",
         "        ctx.rows.view(parts).copy_(ctx.rows.view(grad) * ctx.rows.axis.size)",
         "        ctx.rows.view(parts).copy_(ctx.rows.view(grad))",
         ("tests/unit/test_context_models.py", "-k", "those_of_their_forward"),
@@ -3163,7 +3163,7 @@ MUTANTS = (
     Mutant(
         "everyone-takes-the-first-head",
         "rank",
-        "zerorun/context_parallel/exchange.py",
+        "zerorun/context_parallel/attention_exchange.py",
         "    return rank * count // size, rank * count // size + 1",
         "    return 0, 1",
         ("tests/unit/test_context_models.py", "-k", "llama"),
@@ -3991,7 +3991,7 @@ MUTANTS = (
     Mutant(
         "frozen-views-of-trained-memory-are-let-be",
         "swallowed",
-        "zerorun/startup/shared_memory.py",
+        "zerorun/model_setup/shared_memory.py",
         "            if (trained or extent.trained) and other.high > extent.low:",
         "            if trained and extent.trained and other.high > extent.low:",
         ("tests/unit/test_shared_memory.py",),
@@ -3999,7 +3999,7 @@ MUTANTS = (
     Mutant(
         "columns-are-looked-for-where-the-first-begins",
         "bound",
-        "zerorun/startup/shared_memory.py",
+        "zerorun/model_setup/shared_memory.py",
         "    return marks.as_strided([*sizes, each], [*strides, 1], (extent.low - base) // step)",
         "    return marks.as_strided([*sizes, each], [*strides, 1], 0)",
         ("tests/unit/test_shared_memory.py",),
@@ -4007,7 +4007,7 @@ MUTANTS = (
     Mutant(
         "schedules-of-another-optimizer-do-nothing",
         "swallowed",
-        "zerorun/startup/inputs.py",
+        "zerorun/model_setup/checked_arguments.py",
         "    if groups is not None and not any(id(group) in known for group in groups):",
         "    if groups is not None and raw.optimizer is not None and not any(id(group) in known for group in groups):",
         ("tests/ranks/test_bad_input.py", "-k", "schedule_of"),
@@ -4103,7 +4103,7 @@ MUTANTS = (
     Mutant(
         "auto-switches-are-left-to-be-chosen",
         "swallowed",
-        "zerorun/config/leniency.py",
+        "zerorun/config/deepspeed_leniency.py",
         '        if isinstance(section, dict) and section.get("enabled") == AUTO:',
         '        if isinstance(section, dict) and section.get("enabled") == "automatic":',
         ("tests/unit/test_deepspeed_mode.py", "-k", "auto_switches"),
@@ -4375,7 +4375,7 @@ MUTANTS = (
     Mutant(
         "values-of-other-shapes-are-taken",
         "stale",
-        "zerorun/zero/access.py",
+        "zerorun/zero/value_access.py",
         "    if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(whole):",
         "    if not isinstance(value, torch.Tensor):",
         ("tests/ranks/test_gradients.py", "-k", "other_shapes"),
@@ -4423,7 +4423,7 @@ MUTANTS = (
     Mutant(
         "sequences-are-not-asked-for-in-estimates",
         "swallowed",
-        "zerorun/startup/planned_parts.py",
+        "zerorun/model_setup/planned_stages.py",
         "    plan_sequences(model, config, topology)  # for what it refuses: nothing of it changes what a rank holds",
         "",
         ("tests/unit/test_context_models.py", "-k", "alibi"),
@@ -4503,7 +4503,7 @@ MUTANTS = (
     Mutant(
         "words-in-quotes-stay-words",
         "stale",
-        "zerorun/config/leniency.py",
+        "zerorun/config/deepspeed_leniency.py",
         "                changed[spelling] = TypeAdapter(wanted).validate_python(value)",
         "                pass",
         ("tests/unit/test_deepspeed_mode.py", "-k", "words_in_quotes"),
@@ -4559,7 +4559,7 @@ MUTANTS = (
     Mutant(
         "overrides-of-parameters-are-lost",
         "stale",
-        "zerorun/startup/optimizer_on_pieces.py",
+        "zerorun/model_setup/optimizer_on_pieces.py",
         "    give_overrides(optimizer, {tensor: overrides[owner] for tensor, owner in owners.items() if owner in overrides})",
         "    give_overrides(optimizer, {})",
         ("tests/ranks/test_low_bit_states.py", "-k", "overrides_of_single"),
@@ -4647,7 +4647,7 @@ MUTANTS = (
     Mutant(
         "masters-are-lost-where-an-engine-ends",
         "stale",
-        "zerorun/zero/access.py",
+        "zerorun/zero/value_access.py",
         "    return torch.where(rounded(flat_group.plan, full) == weights, full, weights)",
         "    return weights",
         ("tests/ranks/test_access.py", "-k", "exact_weights"),
@@ -4655,7 +4655,7 @@ MUTANTS = (
     Mutant(
         "masters-undo-what-a-script-has-changed",
         "stale",
-        "zerorun/zero/access.py",
+        "zerorun/zero/value_access.py",
         "    return torch.where(rounded(flat_group.plan, full) == weights, full, weights)",
         "    return full",
         ("tests/ranks/test_access.py", "-k", "exact_weights"),
@@ -4775,7 +4775,7 @@ MUTANTS = (
     Mutant(
         "ranks-tell-whole-parameters-apart-differently",
         "rank",
-        "zerorun/startup/divided_layers.py",
+        "zerorun/model_setup/divided_layers.py",
         '        return Replication(("tensor",) if id(param) in partial else (), first, copied=True)',
         '        return Replication(("tensor",) if id(param) in partial else (), first)',
         ("tests/ranks/test_parallel_access.py", "-k", "same_order"),
@@ -4839,7 +4839,7 @@ MUTANTS = (
     Mutant(
         "exact-weights-of-before-the-disk-has-written",
         "wait",
-        "zerorun/zero/access.py",
+        "zerorun/zero/value_access.py",
         "    finish_updates([unit])  # a disk may still be writing them",
         "    pass",
         ("tests/ranks/test_access.py::test_exact_weights_wait_for_the_disk",),
@@ -4855,7 +4855,7 @@ MUTANTS = (
     Mutant(
         "destroy-takes-edits-of-an-open-block-for-weights",
         "order",
-        "zerorun/zero/access.py",
+        "zerorun/zero/value_access.py",
         "        block.note_edits(model)",
         "        pass",
         ("tests/ranks/test_access.py", "-k", "destroy_in_a_block"),
@@ -4919,7 +4919,7 @@ MUTANTS = (
     Mutant(
         "states-of-neighbours-count-as-its-own",
         "stale",
-        "zerorun/zero/access.py",
+        "zerorun/zero/value_access.py",
         "        if any(run.entry == home.entry for run in piece.runs):",
         "        if piece.runs:",
         ("tests/ranks/test_access.py", "-k", "not_made_up"),
@@ -5015,7 +5015,7 @@ MUTANTS = (
     Mutant(
         "muon-of-the-mode-is-scaled-for-adamw",
         "divisor",
-        "zerorun/config/leniency.py",
+        "zerorun/config/deepspeed_leniency.py",
         '    "adjust_lr_fn": (("adjust_lr_fn",), "original"),',
         "",
         ("tests/unit/test_deepspeed_mode.py", "-k", "updates_of_muon"),
@@ -5111,7 +5111,7 @@ MUTANTS = (
     Mutant(
         "data-of-other-lengths-are-taken",
         "swallowed",
-        "zerorun/startup/same_model.py",
+        "zerorun/model_setup/same_model.py",
         "    other = first_other([samples for _, samples in counts])",
         "    other = None",
         ("tests/ranks/test_bad_input.py", "-k", "other_lengths"),
@@ -5127,7 +5127,7 @@ MUTANTS = (
     Mutant(
         "digits-of-loaded-weights-are-lost",
         "bound",
-        "zerorun/zero/whole_loads.py",
+        "zerorun/zero/whole_weight_loads.py",
         "            store_weight(model, model.homes[id(tensor)], value.to(model.comm.device), exactly=wider)",
         "            store_weight(model, model.homes[id(tensor)], value.to(model.comm.device), exactly=False)",
         ("tests/ranks/test_whole_loads.py", "-k", "given_others"),
@@ -5135,7 +5135,7 @@ MUTANTS = (
     Mutant(
         "other-scales-are-passed-over",
         "swallowed",
-        "zerorun/zero/whole_loads.py",
+        "zerorun/zero/whole_weight_loads.py",
         "            _refuse_other_scales(name, own[name], value)",
         "            pass",
         ("tests/ranks/test_whole_loads.py", "-k", "packed"),
@@ -5207,7 +5207,7 @@ MUTANTS = (
     Mutant(
         "whole-weights-without-what-replaces-one",
         "swallowed",
-        "zerorun/zero/access.py",
+        "zerorun/zero/value_access.py",
         "    model.runtime.guard.refuse_replaced()",
         "    pass",
         ("tests/ranks/test_writes_of_scripts.py", "-k", "not_dropped_by_a_save"),
@@ -5255,7 +5255,7 @@ MUTANTS = (
     Mutant(
         "a-difference-is-told-by-its-place",
         "remedy",
-        "zerorun/startup/same_model.py",
+        "zerorun/model_setup/same_model.py",
         "    if told:",
         "    if False:",
         ("tests/unit/test_same_model.py",),
@@ -5279,7 +5279,7 @@ MUTANTS = (
     Mutant(
         "weights-that-differ-between-ranks-are-loaded",
         "rank",
-        "zerorun/zero/whole_loads.py",
+        "zerorun/zero/whole_weight_loads.py",
         "    one = first[found[other][0]]",
         "    one = other = 0",
         ("tests/ranks/test_whole_loads.py", "-k", "beside_weights"),

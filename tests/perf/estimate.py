@@ -20,8 +20,8 @@ import torch
 import zerorun
 from zerorun.distributed.topology import Topology
 from zerorun.memory.fitting import Fitting
+from zerorun.model_setup.checked_arguments import take_in
 from zerorun.plan.make_plan import make_plan
-from zerorun.startup.inputs import take_in
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from test_estimate_tables import LLAMA_405B, OLMO, Decoder, config, on_meta

@@ -24,7 +24,7 @@ from zerorun.checkpoint.adapters import Adapters
 from zerorun.deepspeed.parameters import copied_whole, give_values, show_placeholders
 from zerorun.errors import CheckpointError
 from zerorun.optim.loss_scaler import DTYPES
-from zerorun.zero.access import safe_get_full_fp32_param
+from zerorun.zero.value_access import safe_get_full_fp32_param
 
 peft: Any = pytest.importorskip("peft")
 

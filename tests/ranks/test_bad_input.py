@@ -47,7 +47,7 @@ def half_migrated() -> list[str]:
     """What is said where an optimizer has some of the parameters, and where step() is never called."""
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerorun.startup.inputs.info_once", said.append)
+        patch.setattr("zerorun.model_setup.checked_arguments.info_once", said.append)
         patch.setattr("zerorun.engine.accumulation.warn_once", said.append)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
         config = {key: value for key, value in make_config(1).items() if key != "optimizer"}

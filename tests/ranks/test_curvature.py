@@ -24,8 +24,8 @@ from zerorun.errors import ConfigError, ModelError, NonFiniteError, StepError
 from zerorun.log import logger
 from zerorun.tensor_parallel.collectives import make_region
 from zerorun.tensor_parallel.layers import ColumnParallelLinear
-from zerorun.zero.access import safe_get_full_optimizer_state
 from zerorun.zero.gradients import safe_get_full_grad
+from zerorun.zero.value_access import safe_get_full_optimizer_state
 
 STEPS, INTERVAL = 5, 2
 CLIP = 0.2

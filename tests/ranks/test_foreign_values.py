@@ -21,7 +21,7 @@ from training import make_config
 
 import zerorun
 from zerorun.deepspeed.entry import initialize as initialize_as_deepspeed
-from zerorun.startup.parallelized_model import ParallelizedModel
+from zerorun.model_setup.parallelized_model import ParallelizedModel
 from zerorun.zero.runtime import refuse_managed
 
 

@@ -32,9 +32,9 @@ import zerorun
 from zerorun.distributed.float8_codes import Float8Cast
 from zerorun.distributed.layout import build_layout
 from zerorun.errors import ConfigError, ModelError
+from zerorun.model_setup.checked_arguments import take_in
 from zerorun.plan.make_plan import make_plan, planned_topology
 from zerorun.plan.step_collectives import LARGEST, step_collectives
-from zerorun.startup.inputs import take_in
 from zerorun.verify.summation_order import PermutedSums, backwards
 
 STEPS = 2
@@ -167,8 +167,8 @@ def without_torchao() -> str:
 
 def without_fp8() -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerorun.startup.float8.CPU", "another")
-        patch.setattr("zerorun.startup.float8.gpus_have_fp8", lambda: False)
+        patch.setattr("zerorun.model_setup.float8.CPU", "another")
+        patch.setattr("zerorun.model_setup.float8.gpus_have_fp8", lambda: False)
         return refused({}, 32)
 
 

@@ -16,7 +16,7 @@ from training import make_config, shared_topology
 
 import zerorun
 from zerorun.errors import CheckpointError
-from zerorun.plan.weights import stored_bytes
+from zerorun.plan.parameter_kinds import stored_bytes
 
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "torchao 8 bits": (optim.AdamW8bit, {}),

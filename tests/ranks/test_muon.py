@@ -28,7 +28,7 @@ from training import finish, make_config, make_engine, merged, shared_topology, 
 
 import zerorun
 from zerorun.optim.muon import orthogonalized
-from zerorun.plan.matrices import FROM_OWNERS, TO_OWNERS
+from zerorun.plan.matrix_exchange import FROM_OWNERS, TO_OWNERS
 from zerorun.plan.step_collectives import step_collectives
 from zerorun.zero import matrix_updates
 

@@ -22,7 +22,7 @@ from training import make_config, make_engine
 
 import zerorun
 from zerorun.errors import OrderError
-from zerorun.zero import access
+from zerorun.zero import value_access
 
 CASE = CASES["plain"]
 OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
@@ -136,25 +136,25 @@ def by_safe_access(engine: zerorun.Engine, slow: Callable[[], None]) -> None:
     params = [param for name, param in engine.module.named_parameters() if "blocks" in name]
     with slow_stores(slow):
         for param in params:
-            value = access.safe_get_full_fp32_param(param)
+            value = value_access.safe_get_full_fp32_param(param)
             assert value is not None
-            access.safe_set_full_fp32_param(param, value * 1.5)
+            value_access.safe_set_full_fp32_param(param, value * 1.5)
 
 
 @contextmanager
 def slow_stores(slow: Callable[[], None]) -> Iterator[None]:
     """New values of parameters are stored after ``slow()``."""
-    usual = access.store_owned
+    usual = value_access.store_owned
 
     def store(*args: Any) -> None:
         slow()
         usual(*args)
 
-    access.store_owned = store
+    value_access.store_owned = store
     try:
         yield
     finally:
-        access.store_owned = usual
+        value_access.store_owned = usual
 
 
 CHANGES = {"step": by_step, "GatheredParameters": by_gathered_parameters, "safe access": by_safe_access}

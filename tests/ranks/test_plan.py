@@ -18,12 +18,12 @@ from torch import nn
 from training import counted_collectives, make_config
 
 import zerorun
+from zerorun.model_setup.checked_arguments import take_in
 from zerorun.plan.byte_ledger import planned_bytes, with_states
 from zerorun.plan.make_plan import make_plan, planned_topology
 from zerorun.plan.optimizer_states import OptimizerStates
 from zerorun.plan.sharding_plan import ShardingPlan
 from zerorun.plan.step_collectives import Collective, step_collectives
-from zerorun.startup.inputs import take_in
 from zerorun.zero.init import part_of
 
 BY_DAY, BY_NIGHT = 8, 75  # cases on each number of ranks

@@ -17,7 +17,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import zerorun
 from zerorun.errors import ModelError
-from zerorun.plan.weights import is_packed, scale_bytes
+from zerorun.plan.parameter_kinds import is_packed, scale_bytes
 from zerorun.zero import full_gradients
 from zerorun.zero.init import part_of
 

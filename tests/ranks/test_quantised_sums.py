@@ -24,11 +24,11 @@ from zerorun.distributed.quantised_blocks import BLOCK, coded_bytes
 from zerorun.distributed.quantised_hops import QuantisedHop, plan_hops
 from zerorun.distributed.topology import Topology
 from zerorun.errors import ConfigError
+from zerorun.model_setup.checked_arguments import take_in
 from zerorun.plan.byte_ledger import planned_bytes, with_states
 from zerorun.plan.make_plan import make_plan, planned_topology
 from zerorun.plan.optimizer_states import OptimizerStates
 from zerorun.plan.step_collectives import Collective, step_collectives
-from zerorun.startup.inputs import take_in
 
 
 def quantised(stage: int = 3, accumulation: int = 1, precision: str = "fp32", **zero: Any) -> dict[str, Any]:

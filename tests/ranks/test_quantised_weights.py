@@ -19,7 +19,7 @@ from training import make_config, shared_topology
 
 import zerorun
 from zerorun.errors import CheckpointError, ModelError, ReleasedParameterError
-from zerorun.plan.weights import inner_tensors, inside, named_members, scale_bytes, stored_bytes
+from zerorun.plan.parameter_kinds import inner_tensors, inside, named_members, scale_bytes, stored_bytes
 from zerorun.zero.init import part_of
 
 STEPS = 2

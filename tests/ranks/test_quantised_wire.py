@@ -22,9 +22,9 @@ from training import make_config, make_engine, run_steps, train
 from zerorun import zero
 from zerorun.distributed.quantised_blocks import BLOCK, coded_bytes
 from zerorun.errors import ConfigError
+from zerorun.model_setup.checked_arguments import take_in
 from zerorun.plan.make_plan import make_plan, planned_topology
 from zerorun.plan.step_collectives import step_collectives
-from zerorun.startup.inputs import take_in
 
 STEPS = 3
 

@@ -20,7 +20,7 @@ from training import make_config, make_engine, train
 
 import zerorun
 from zerorun.tensor_parallel.collectives import make_region
-from zerorun.zero.access import safe_get_full_optimizer_state
+from zerorun.zero.value_access import safe_get_full_optimizer_state
 
 STEPS = 3
 CASE = CASES["plain"]

@@ -24,9 +24,9 @@ from zerorun.distributed.quantised_blocks import coded_bytes
 from zerorun.distributed.secondary_partition import Secondary
 from zerorun.errors import TopologyError
 from zerorun.memory.estimate import estimate_memory
+from zerorun.model_setup.checked_arguments import take_in
 from zerorun.plan.make_plan import make_plan, planned_topology
 from zerorun.plan.step_collectives import step_collectives
-from zerorun.startup.inputs import take_in
 
 STEPS = 2
 

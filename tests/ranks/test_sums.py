@@ -32,7 +32,7 @@ from zerorun.deepspeed.kernel_names import FusedLamb
 from zerorun.errors import ModelError
 from zerorun.optim.lamb import Lamb
 from zerorun.plan.step_collectives import step_collectives
-from zerorun.zero.access import safe_get_full_optimizer_state
+from zerorun.zero.value_access import safe_get_full_optimizer_state
 
 STEPS = 3
 LAMB = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1, "max_coeff": 2.0, "min_coeff": 0.05}

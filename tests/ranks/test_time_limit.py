@@ -14,7 +14,7 @@ from models import CASES
 from training import make_config, make_engine
 
 import zerorun
-from zerorun.distributed.transport.waiter import Waiter
+from zerorun.distributed.transport.message_waits import Waiter
 from zerorun.distributed.waits import set_time_limit
 
 SCRIPT = """

@@ -17,7 +17,7 @@ from training import make_config, make_engine, train
 from zerorun.config.parse import load_config
 from zerorun.distributed.quantised_hops import QuantisedHop, plan_hops
 from zerorun.errors import TopologyError
-from zerorun.startup.job_topology import sizes_of_hosts, topology_of_job
+from zerorun.model_setup.job_topology import sizes_of_hosts, topology_of_job
 
 CASE, STEPS = CASES["plain"], 2
 

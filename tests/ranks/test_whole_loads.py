@@ -22,7 +22,7 @@ from training import PLACES, make_config, make_engine, merged, placed, run_steps
 
 import zerorun
 from zerorun.errors import CheckpointError, ModelError, ReleasedParameterError
-from zerorun.plan.weights import inner_tensors
+from zerorun.plan.parameter_kinds import inner_tensors
 from zerorun.zero.placeholders import UnsavedPlaceholder
 
 Weights = dict[str, Any]

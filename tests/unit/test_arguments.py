@@ -10,7 +10,7 @@ import torch
 from harness import patience, start_script
 
 import zerorun
-from zerorun.startup.inputs import take_in
+from zerorun.model_setup.checked_arguments import take_in
 
 CALLS = ("'gloo'", "dist_backend='gloo'", "'nccl', auto_mpi_discovery=False, verbose=False", "'cpu'", "")
 

@@ -11,7 +11,7 @@ import torch
 from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutput
 
-from zerorun.optim.containers import cast_floats
+from zerorun.optim.nested_containers import cast_floats
 from zerorun.zero.placeholders import tensors_in
 
 Pair = namedtuple("Pair", "first second")

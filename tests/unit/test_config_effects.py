@@ -93,7 +93,7 @@ def dotted(table: dict[str, str]) -> set[str]:
 
 
 def source_of(configuration: bool) -> str:
-    engine = ("distributed", "optim", "plan", "zero", "activations", "startup", "memory", "monitors", "engine")
+    engine = ("distributed", "optim", "plan", "zero", "activations", "model_setup", "memory", "monitors", "engine")
     folders = ("config",) if configuration else engine
     return "\n".join(path.read_text() for folder in folders for path in (PACKAGE / folder).rglob("*.py"))
 

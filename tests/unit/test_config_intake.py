@@ -15,9 +15,9 @@ from torch import nn
 from zerorun import log
 from zerorun.config.parse import Config
 from zerorun.errors import ConfigError
+from zerorun.model_setup.checked_arguments import take_in
 from zerorun.pipeline.module import PipelineModule
 from zerorun.plan.make_plan import wire_dtype
-from zerorun.startup.inputs import take_in
 
 BASE: dict[str, Any] = {"train_batch_size": 1, "gradient_clipping": 0}
 SGD = torch.optim.SGD

@@ -16,9 +16,9 @@ from torch.nn import functional
 import zerorun
 from zerorun.context_parallel import attention, divided_model
 from zerorun.context_parallel.attention import AUTO, GATHER, ULYSSES
-from zerorun.context_parallel.exchange import fits
-from zerorun.context_parallel.find import Divided, inner_model, refuse_heads, way_of
-from zerorun.context_parallel.rows import Rows
+from zerorun.context_parallel.attention_exchange import fits
+from zerorun.context_parallel.divisible_models import Divided, inner_model, refuse_heads, way_of
+from zerorun.context_parallel.sequence_rows import Rows
 from zerorun.errors import ConfigError, ModelError
 from zerorun.tensor_parallel.thread_ranks import ThreadAxis, on_threads
 

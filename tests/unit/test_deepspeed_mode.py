@@ -12,7 +12,7 @@ import pytest
 import torch
 from harness import patience, start_ranks, start_script
 
-from zerorun.config.leniency import as_deepspeed_reads
+from zerorun.config.deepspeed_leniency import as_deepspeed_reads
 from zerorun.deepspeed import activation
 from zerorun.deepspeed.helpers import clone_tensors_for_torch_save, move_to_device
 from zerorun.deepspeed.name_table import MISSING, SURFACE, missing_reason, target_of
@@ -225,7 +225,8 @@ def test_accelerate_that_has_found_none_is_refused(tmp_path: Path) -> None:
 
 def test_it_costs_little(tmp_path: Path) -> None:
     """What a process loads for the mode, beside torch and the engine, which it needs anyway."""
-    base = "import zerorun.engine.initialize, zerorun.zero.access, zerorun.zero.gradients, zerorun.zero.init, psutil, sys\n"
+    base = "import zerorun.engine.initialize, zerorun.zero.gradients, zerorun.zero.init, zerorun.zero.value_access\n"
+    base += "import psutil, sys\n"
     base += "before = set(sys.modules)\n"
     more = "import deepspeed; deepspeed.initialize; print(*sorted(set(sys.modules) - before))"
     loaded = printed(base + BEGIN + more, tmp_path, fresh=True)[-1].split()

@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_leaves
 import zerorun
 from zerorun.errors import ConfigError, TopologyError
 from zerorun.log import in_bytes
+from zerorun.model_setup.checked_arguments import take_in
 from zerorun.plan.byte_ledger import planned_bytes, with_states
 from zerorun.plan.make_plan import make_plan, planned_topology
 from zerorun.plan.optimizer_states import OptimizerStates
-from zerorun.startup.inputs import take_in
 
 GB = 10**9
 
@@ -292,7 +292,7 @@ def test_two_staging_buffers_hold_the_largest_unit_on_its_way(precision: str, ro
 def test_init_leaves_every_rank_as_much_of_a_parameter(numel: int, world: int, part: int) -> None:
     """The parts of ``Init`` are equal: where the elements do not divide, the last ranks have padding."""
     from zerorun.memory.estimate import _held_in_parts
-    from zerorun.memory.start_up import Bytes, Holding
+    from zerorun.memory.peaks import Bytes, Holding
 
     param = nn.Parameter(torch.empty(numel, device="meta"))
     assert _held_in_parts(param, "cpu", world) == Holding(Bytes(4 * part), put_together=4 * numel)

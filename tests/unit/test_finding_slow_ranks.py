@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zerorun.launcher.hangs import Hangs
+from zerorun.launcher.hang_detection import Hangs
 from zerorun.launcher.worker_boards import Boards
 from zerorun.watch import board as module
 from zerorun.watch.board import ALL, NOBODY, PAGE, TIMED, WINDOW, Board, Phase, read_times, show_slow

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 # folders of one floor know nothing of each other.
 FLOORS = (
     ("errors",),
-    ("log", "other_paths", "ops"),
+    ("log", "import_paths", "ops"),
     ("config", "watch"),
     ("distributed", "launcher"),
     ("distributed.transport",),
@@ -26,7 +26,7 @@ FLOORS = (
     ("zero", "activations"),
     ("pipeline", "tensor_parallel"),
     ("context_parallel", "expert_parallel"),
-    ("startup",),
+    ("model_setup",),
     ("checkpoint", "memory", "monitors"),
     ("planner", "verify"),
     ("checkpoint.importers", "engine"),
@@ -37,7 +37,7 @@ FLOORS = (
 FLOOR_OF = {folder: floor for floor, folders in enumerate(FLOORS) for folder in folders}
 MOST_AT_THE_TOP = 5  # modules beside __init__.py
 # Folders, and modules of others, that import no torch: they are needed where there is none, or before it is imported.
-NO_TORCH = ("launcher", "config", "watch", "errors", "log", "other_paths", "pipeline.schedule", "ops.build")
+NO_TORCH = ("launcher", "config", "watch", "errors", "log", "import_paths", "pipeline.schedule", "ops.build")
 NO_TORCH += ("distributed.layout", "distributed.process_topology", "distributed.topology_picture", "memory.limits")
 NO_TORCH += ("plan.stage_policy", "plan.placement")
 NO_TORCH += tuple(f"planner.{name}" for name in ["answer", "calibration", "candidate", "cli", "footprint", "hardware"])

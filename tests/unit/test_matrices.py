@@ -16,12 +16,12 @@ import zerorun
 from zerorun.distributed.layout import build_layout
 from zerorun.distributed.topology import Topology
 from zerorun.errors import ModelError
+from zerorun.model_setup.checked_arguments import take_in
 from zerorun.ops import newton_schulz
 from zerorun.ops.newton_schulz import orthogonalize
 from zerorun.optim.muon import Muon
 from zerorun.plan.make_plan import make_plan, planned_topology
-from zerorun.plan.matrices import TURN_NUMEL, MatrixExchange, choose_owners, cost_of, plan_exchange
-from zerorun.startup.inputs import take_in
+from zerorun.plan.matrix_exchange import TURN_NUMEL, MatrixExchange, choose_owners, cost_of, plan_exchange
 
 LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]
 

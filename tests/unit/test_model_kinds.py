@@ -12,7 +12,7 @@ from covering import by_day
 
 import zerorun
 from zerorun.errors import ConfigError, ZerorunError
-from zerorun.plan.small_copies import narrow
+from zerorun.plan.small_model_copies import narrow
 from zerorun.planner.candidate import RunCandidate, candidate_config
 from zerorun.planner.comparison import compared
 from zerorun.planner.footprint import footprint

@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from zerorun import LayerSpec, PipelineModule, Topology
 from zerorun.config.parse import load_config
 from zerorun.errors import ModelError
-from zerorun.startup.inputs import take_in
-from zerorun.startup.parallelize import plan_layers
-from zerorun.startup.planned_parts import planned_parts
+from zerorun.model_setup.checked_arguments import take_in
+from zerorun.model_setup.parallelize import plan_layers
+from zerorun.model_setup.planned_stages import planned_parts
 
 
 class Block(nn.Module):

@@ -14,6 +14,7 @@ from models import CASES
 from training import make_config
 
 from zerorun.errors import TopologyError
+from zerorun.model_setup.checked_arguments import take_in
 from zerorun.plan.__main__ import main
 from zerorun.plan.byte_ledger import planned_bytes, with_states
 from zerorun.plan.make_plan import make_plan, planned_topology
@@ -21,7 +22,6 @@ from zerorun.plan.optimizer_states import OptimizerStates
 from zerorun.plan.sharding_plan import ShardingPlan
 from zerorun.plan.step_collectives import step_collectives
 from zerorun.plan.written_plan import as_table, from_json, to_json
-from zerorun.startup.inputs import take_in
 
 MODELS = """
 import torch

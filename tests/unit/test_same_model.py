@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zerorun.startup.same_model import difference
+from zerorun.model_setup.same_model import difference
 
 CONFIG = ["a.lr = 0.1  (file)", "batch = 8  (derived)", "micro = 4  (file)"]
 MODEL = ["w (2, 3) torch.float32 True", "v (3,) torch.float32 True", "group 0 of SGD: {'lr': 0.1}"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerorun.errors import ModelError
-from zerorun.startup.shared_memory import refuse_shared_memory
+from zerorun.model_setup.shared_memory import refuse_shared_memory
 
 
 def bare(**tensors: torch.Tensor) -> nn.Module:

@@ -11,7 +11,7 @@ import pytest
 
 from zerorun.launcher.failures import WorkerEnd
 from zerorun.launcher.flight_recorder import FlightRecorder
-from zerorun.launcher.hangs import Hangs
+from zerorun.launcher.hang_detection import Hangs
 from zerorun.launcher.worker_boards import Seen
 from zerorun.watch.board import ALL, NOBODY, Phase, Sight, SizeNote
 

@@ -571,7 +571,7 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert not captured.out
 
 
-@pytest.mark.nightly  # by day: unit/test_other_paths.py
+@pytest.mark.nightly  # by day: unit/test_import_paths.py
 def test_run_as_a_module() -> None:
     command = [sys.executable, "-m", "zerorun.distributed.topology", "--world-size", "8", "--shard", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120 * patience())

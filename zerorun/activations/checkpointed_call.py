@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..errors import ModelError
-from ..optim.containers import TreeMap
+from ..optim.nested_containers import TreeMap
 from .buffers import BufferStates, modules_of
 from .changed_in_place import Version
 from .host_pool import Group, HostPool, Stored

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..distributed.device import CopyStream, holds, host_empty, queues
-from ..plan.weights import strides_of
+from ..plan.parameter_kinds import strides_of
 
 # Only tensors of at least this many bytes are worth a copy: for smaller ones, starting it takes longer than the transfer.
 SMALL_BYTES = 2**16

@@ -2,7 +2,7 @@
 
 Names are those of ``module.state_dict()``, without what torch.compile puts in them. A tied tensor has one name, the
 first; the others are its aliases. Shapes are those of whole tensors, even if this rank's layers have only a part of them.
-In place of a wrapper (plan/weights.py) stand the tensors that it consists of, named after it.
+In place of a wrapper (plan/parameter_kinds.py) stand the tensors that it consists of, named after it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from ..distributed.transport.communicator import Communicator
 from ..errors import CheckpointError
 from ..ops.rounding import join
 from ..ops.state_format import BLOCK, SCALE, Blocks, held, is_scale
-from ..optim.parts import PartsOptimizer, StateRange
+from ..optim.parameter_parts import PartsOptimizer, StateRange
+from ..plan.parameter_kinds import inner_tensors, inside, packed_buffers
 from ..plan.sharding_plan import ParameterRun
 from ..plan.units import stored_name
-from ..plan.weights import inner_tensors, inside, packed_buffers
 from ..zero.flat_group import FlatGroup
-from ..zero.pieces import OptimizerPiece
+from ..zero.optimizer_pieces import OptimizerPiece
 from ..zero.sharded_model import Parts, ShardedModel
 from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit

@@ -20,13 +20,13 @@ from ..errors import CheckpointError
 from ..log import is_rank_zero, listed, logger
 from ..ops.single_pass import Adam8bit, SinglePassOptimizer
 from ..ops.state_format import BLOCK, SCALE, Blocks, StateFormat, held, keep_state
-from ..optim.parts import PartsOptimizer, StateRange
+from ..optim.parameter_parts import PartsOptimizer, StateRange
 from ..plan.optimizer_states import new_states
+from ..plan.parameter_kinds import as_bytes, inner_tensors
 from ..plan.sharding_plan import ParameterRun
 from ..plan.units import stored_name
-from ..plan.weights import as_bytes, inner_tensors
 from ..zero.flat_group import TrainedGroup
-from ..zero.pieces import OptimizerPiece
+from ..zero.optimizer_pieces import OptimizerPiece
 from ..zero.sharded_model import may_change
 from ..zero.sharded_optimizer import ShardedOptimizer
 from .frozen_base import refuse_other_base, sums_of_parts

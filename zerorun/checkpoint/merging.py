@@ -19,7 +19,7 @@ from torch import nn
 
 from ..errors import CheckpointError
 from ..plan.units import stored_name
-from ..zero.access import WholeValues
+from ..zero.value_access import WholeValues
 from .inventory import Inventory, TensorPart
 from .write_plan import MODEL
 

@@ -23,8 +23,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..distributed.device import on_gpu
 from ..errors import ModelError
-from .exchange import fits, gather, heads_of, to_heads, to_rows
-from .rows import Rows
+from .attention_exchange import fits, gather, heads_of, to_heads, to_rows
+from .sequence_rows import Rows
 
 AUTO, ULYSSES, GATHER = "auto", "ulysses", "gather"
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]

@@ -38,7 +38,7 @@ from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.random import Streams
 from ..tensor_parallel.sequence import with_hidden
 from .attention import AttentionSeam, RunningBlock, running
-from .rows import SEQUENCE, Rows
+from .sequence_rows import SEQUENCE, Rows
 
 LENGTH = "whole_sequence_length"  # the keyword by which a block is told
 

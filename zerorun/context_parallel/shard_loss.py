@@ -22,7 +22,7 @@ from ..ops.token_loss import mean_over
 from ..plan.replaced_forwards import UnavailableOutput
 from ..tensor_parallel.causal_loss import ReplacedLoss
 from .divided_model import Division, OwnForward
-from .rows import Rows, sum_over
+from .sequence_rows import Rows, sum_over
 
 _NO_LOGITS = (
     "with divided sequences a model in training that is given labels computes its loss without whole logits. Remedy: leave "

@@ -14,7 +14,7 @@ from torch import nn
 
 import zerorun
 
-from ..config.leniency import as_deepspeed_reads
+from ..config.deepspeed_leniency import as_deepspeed_reads
 from ..config.parse import Config, data_parallel_degree, load_config, resolve
 from ..distributed.transport import process_group
 from ..engine.engine import Engine
@@ -22,7 +22,7 @@ from ..engine.former_engines import taking_over
 from ..engine.initialize import initialize as make_engine
 from ..errors import ConfigError, ConfigProblem, StepError, TopologyError
 from ..log import is_rank_zero, script_logger, warn_once
-from ..startup.inputs import config_of
+from ..model_setup.checked_arguments import config_of
 from ..watch.launch_environment import launched, world_size_in
 from .engine_module import ModuleEngine
 from .name_table import VERSION

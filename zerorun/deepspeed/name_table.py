@@ -43,7 +43,7 @@ _TOPOLOGY = _names(
     deepspeed__mpu="PipelineParallelGrid",
 )
 _VALUES = _names(
-    zero__access="safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_local_fp32_param "
+    zero__value_access="safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_local_fp32_param "
     "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state",
     zero__gradients="safe_get_full_grad safe_get_local_grad",
     zero__edited_values="safe_set_full_grad safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "

@@ -20,13 +20,13 @@ from ..distributed.tensor_shard import TensorShard
 from ..engine.engine import Engine
 from ..errors import CheckpointError, ConfigError, ConfigProblem
 from ..log import warn_once
-from ..plan.weights import inside, packed_buffers
-from ..zero.access import owned_part
+from ..plan.parameter_kinds import inside, packed_buffers
 from ..zero.gathered_parameters import GatheredParameters, Shown
 from ..zero.init import InitState, state_in_init
 from ..zero.placeholders import UnsavedPlaceholder, placeholder
 from ..zero.runtime import ModuleHook, Runtime
 from ..zero.sharded_model import ParameterHome, ShardedModel, find
+from ..zero.value_access import owned_part
 
 
 class ZeroParamStatus(enum.Enum):

@@ -11,7 +11,7 @@ import sys
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..plan.weights import is_quantised
+from ..plan.parameter_kinds import is_quantised
 from ..zero.init import Init, partition_now, partitioned_as
 
 _LOADED = "_is_hf_initialized"  # transformers says so of what it has read from a file

@@ -7,7 +7,7 @@ from enum import Enum
 
 
 class Family(Enum):
-    """Which ranks have a parameter, and so divide its states and sum its gradients: see [Note: views] in places.py."""
+    """Which ranks have a parameter, and so divide its states and sum its gradients: see [Note: views] in mesh_places.py."""
 
     DENSE = "dense"  # those of the axis data
     EXPERT = "expert"  # those of the axis expert_data

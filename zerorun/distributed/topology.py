@@ -28,7 +28,7 @@ from ..config.degrees import degrees_for_experts, divisors
 from ..config.parse import load_config
 from ..errors import ConfigError, TopologyError
 from ..log import warn_once
-from .places import Places, view_of, views_in_use
+from .mesh_places import Places, view_of, views_in_use
 from .process_topology import PipeModelDataParallelTopology, ProcessTopology
 from .topology_picture import draw
 from .waits import set_time_limit, time_limit, waiting

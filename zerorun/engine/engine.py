@@ -24,19 +24,19 @@ from ..errors import StepError
 from ..log import listed, logger, warn_once
 from ..monitors.device_sample import DeviceSample
 from ..monitors.observer import RunObserver
-from ..optim.containers import cast_floats
 from ..optim.loss_scale_borders import Border
 from ..optim.loss_scaler import DTYPES, LossScaler
 from ..optim.lr_schedules import step_reversibly
+from ..optim.nested_containers import cast_floats
 from ..plan.replaced_forwards import between_graphs, compiled, compiled_by, compiler, innermost, uncompiled
 from ..watch.board import Phase, board, during
-from ..zero.access import find_released_use, restore_module
 from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
 from ..zero.placeholders import released_parameter
 from ..zero.runtime import ModelPart
 from ..zero.sharded_model import ShardedModel, may_change
 from ..zero.unit import links_of
+from ..zero.value_access import find_released_use, restore_module
 from .accumulation import Accumulation, ScaledBackward, check_loss, refuse_no_backward, running, samples_of_step
 from .compilation import show_compilation
 from .curvature import CurvatureTaking

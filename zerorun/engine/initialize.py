@@ -34,29 +34,7 @@ from ..distributed.waits import waiting
 from ..errors import ConfigError, MessageError, OrderError, SwapError, ZerorunError
 from ..log import info_once, setup_logging
 from ..memory.fitting import Demand, Fitting
-from ..monitors.breakdown import TimedModel
-from ..monitors.monitor import refuse_missing_libraries
-from ..monitors.observer import RunObserver, observes
-from ..ops.single_pass import SinglePassOptimizer
-from ..optim.loss_scaler import LossScaler
-from ..optim.lr_schedules import build_schedule
-from ..optim.requested_optimizer import OptimizerAsGiven, RawOptimizer, without_elsewhere
-from ..pipeline.pipelined import Pipelined
-from ..plan.make_plan import buffer_dtype, make_plan, secondary_partition, wire_dtype
-from ..plan.sharding_plan import ShardingPlan
-from ..plan.units import repeated_blocks
-from ..plan.weights import (
-    apart_from,
-    as_bytes,
-    follow_memory,
-    followers,
-    inner_tensors,
-    keep_packing,
-    packed_buffers,
-    refuse_elsewhere,
-)
-from ..startup.float8 import Float8Layers, described, float8_layers
-from ..startup.inputs import (
+from ..model_setup.checked_arguments import (
     OptimizerLike,
     has_position,
     is_scheduler,
@@ -66,12 +44,34 @@ from ..startup.inputs import (
     scheduler_made_by,
     take_in,
 )
-from ..startup.job_topology import topology_of_job
-from ..startup.optimizer_on_pieces import shard_optimizer
-from ..startup.parallelize import cut, divide, divide_sequences, plan_experts, plan_layers, plan_sequences
-from ..startup.parallelized_model import ParallelizedModel
-from ..startup.same_model import Extras, Fingerprint, compare_extras, compare_ranks, extras
-from ..startup.shared_memory import refuse_shared_memory
+from ..model_setup.float8 import Float8Layers, described, float8_layers
+from ..model_setup.job_topology import topology_of_job
+from ..model_setup.optimizer_on_pieces import shard_optimizer
+from ..model_setup.parallelize import cut, divide, divide_sequences, plan_experts, plan_layers, plan_sequences
+from ..model_setup.parallelized_model import ParallelizedModel
+from ..model_setup.same_model import Extras, Fingerprint, compare_extras, compare_ranks, extras
+from ..model_setup.shared_memory import refuse_shared_memory
+from ..monitors.breakdown import TimedModel
+from ..monitors.monitor import refuse_missing_libraries
+from ..monitors.observer import RunObserver, observes
+from ..ops.single_pass import SinglePassOptimizer
+from ..optim.loss_scaler import LossScaler
+from ..optim.lr_schedules import build_schedule
+from ..optim.requested_optimizer import OptimizerAsGiven, RawOptimizer, without_elsewhere
+from ..pipeline.pipelined import Pipelined
+from ..plan.make_plan import buffer_dtype, make_plan, secondary_partition, wire_dtype
+from ..plan.parameter_kinds import (
+    apart_from,
+    as_bytes,
+    follow_memory,
+    followers,
+    inner_tensors,
+    keep_packing,
+    packed_buffers,
+    refuse_elsewhere,
+)
+from ..plan.sharding_plan import ShardingPlan
+from ..plan.units import repeated_blocks
 from ..watch.board import Phase, board, during, limit_waits
 from ..zero.builder import build, map_shards
 from ..zero.disks import Disk, open_disk

@@ -19,7 +19,7 @@ from ..distributed.transport.gloo import Gloo
 from ..errors import PipelineError
 from ..log import logger, ranks_in_words
 from ..monitors.breakdown import EVALUATION
-from ..optim.containers import cast_floats
+from ..optim.nested_containers import cast_floats
 from ..pipeline.executor import Executor, Timed, units_of_chunks
 from ..pipeline.p2p import PointToPoint, links_of
 from ..pipeline.pipelined import Pipelined

@@ -21,12 +21,12 @@ from ..plan.replaced_forwards import uncompiled
 from ..plan.sharding_plan import ShardingPlan
 from ..watch.board import Phase, during
 from ..watch.launch_environment import local_rank
-from ..zero.access import full_state_dict
 from ..zero.memory_report import memory_by_kind
 from ..zero.runtime import Runtime
 from ..zero.sharded_model import ShardedModel
 from ..zero.sharded_optimizer import ShardedOptimizer
 from ..zero.unit import Unit
+from ..zero.value_access import full_state_dict
 from .accumulation import Accumulation
 
 

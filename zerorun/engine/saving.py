@@ -28,9 +28,9 @@ from ..errors import CheckpointError, StepError
 from ..log import logger, warn_once
 from ..plan.replaced_forwards import uncompiled
 from ..watch.board import Phase, board, during
-from ..zero.access import full_state_dict
 from ..zero.sharded_model import without_edits
-from ..zero.whole_loads import load_full_state_dict
+from ..zero.value_access import full_state_dict
+from ..zero.whole_weight_loads import load_full_state_dict
 from .accumulation import is_in_a_step
 from .step_outcomes import Outcomes
 

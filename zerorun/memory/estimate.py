@@ -17,14 +17,14 @@ from ..distributed.transport import peer_memory
 from ..distributed.transport_kinds import GLOO, NCCL, PEER_MEMORY
 from ..errors import TopologyError
 from ..log import in_bytes
+from ..model_setup.checked_arguments import OptimizerLike, take_in
+from ..model_setup.planned_stages import PlannedPart, planned_parts
 from ..plan.byte_ledger import copied_bytes, heaviest_rank, planned_bytes, total_of, with_states
 from ..plan.make_plan import planned_topology
 from ..plan.optimizer_states import OptimizerStates
+from ..plan.parameter_kinds import named_members, own_members, stays_apart, stored_bytes
 from ..plan.sharding_plan import ShardingPlan
-from ..plan.weights import named_members, own_members, stays_apart, stored_bytes
-from ..startup.inputs import OptimizerLike, take_in
-from ..startup.planned_parts import PlannedPart, planned_parts
-from .start_up import Bytes, Held, Holding, Peak, gradients_in_backward, start_up
+from .peaks import Bytes, Held, Holding, Peak, gradients_in_backward, start_up
 
 _RANKS_PER_NODE = 8  # the default
 _COPIES = 2  # in shared memory at a time

@@ -37,7 +37,7 @@ from ..watch.launch_environment import ranks_here
 from ..zero.init import part_of
 from .estimate import held_whole, memory_of_copies
 from .limits import Limit, cgroup_path, host_limits, node_name
-from .start_up import Bytes, Holding, never_written, start_up
+from .peaks import Bytes, Holding, never_written, start_up
 
 _TO_HOST = {"device": "cpu"}
 _TO_DISK = {"device": "nvme", "nvme_path": "a folder on a local disk"}

@@ -11,7 +11,7 @@ from torch import Tensor
 from zerorun.distributed.transport.sums import square_sum
 
 from .factored import Factors
-from .parts import Part, PartsOptimizer, StateRange, SumOfParts
+from .parameter_parts import Part, PartsOptimizer, StateRange, SumOfParts
 
 _SQUARES, _UPDATES = "optimizer: sums of squares", "optimizer: norms of updates"
 

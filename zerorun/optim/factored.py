@@ -15,7 +15,7 @@ from math import prod
 
 from zerorun.distributed.tensor_shard import TensorShard
 
-from .parts import Part, StateRange
+from .parameter_parts import Part, StateRange
 
 
 @dataclass(frozen=True)

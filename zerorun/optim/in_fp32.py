@@ -6,9 +6,9 @@ that are kept. Then come the next ones, so that there are never many numbers in 
 for it; other tensors are taken as they are. The optimizer itself takes its step at the end, without a gradient: that counts
 what it counts by itself, and calls hooks.
 
-Sums over ranks (parts.py) need all tensors before any can move. So copies step up to the first sum, which gets what each
-has to add, and once more with the sum, up to the next one. What they made of their tensors until then is forgotten: the
-last time they come to the end. Nothing is rounded on the way.
+Sums over ranks (parameter_parts.py) need all tensors before any can move. So copies step up to the first sum, which gets
+what each has to add, and once more with the sum, up to the next one. What they made of their tensors until then is
+forgotten: the last time they come to the end. Nothing is rounded on the way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from ..ops.rounding import Origin, by_chance, join, split
 from ..ops.state_format import StateFormat
 from .optimizer_needs import copy_over, step_once
-from .parts import PartsOptimizer, StateRange, SumOverRanks
+from .parameter_parts import PartsOptimizer, StateRange, SumOverRanks
 
 UPDATES = "updates"  # the state that counts the steps of a tensor, for classes that keep no ``step``
 _MOST = 1 << 22  # elements that are taken at a time, if they can be cut

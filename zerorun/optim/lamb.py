@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerorun.distributed.transport.sums import square_sum
 
-from .parts import Part, PartsOptimizer, SumOfParts
+from .parameter_parts import Part, PartsOptimizer, SumOfParts
 
 _NORMS = "optimizer: norms of parameters and updates"
 

@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from .containers import TreeMap
 from .loss_scaler import LossScaler
+from .nested_containers import TreeMap
 
 
 class Border:

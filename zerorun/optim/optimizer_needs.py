@@ -40,7 +40,7 @@ class Needs(IntEnum):
     """On what the update of an element depends."""
 
     ELEMENTS = 0  # on its own gradient and state, and on step counts
-    SUMS = 1  # on sums over its parameter, too, which ranks can make together (parts.py)
+    SUMS = 1  # on sums over its parameter, too, which ranks can make together (parameter_parts.py)
     MATRICES = 2  # on those of its parameter
     MODEL = 3  # on those of other parameters, too
 

@@ -27,7 +27,7 @@ from .adafactor import Adafactor
 from .lamb import Lamb
 from .muon import Muon
 from .optimizer_needs import Needs, WatchedSettings, copy_over, overrides_of, try_needs
-from .parts import PartsOptimizer
+from .parameter_parts import PartsOptimizer
 
 # The update of an element depends only on that element's gradient and state (and on step counts), so these optimizers can
 # work on any 1-D piece of a parameter. Types are compared exactly: a subclass may update differently.
@@ -54,7 +54,7 @@ ELEMENTWISE: frozenset[type] = frozenset(
     }
 )
 
-# The update needs sums over all of a parameter, which ranks make together: see parts.py.
+# The update needs sums over all of a parameter, which ranks make together: see parameter_parts.py.
 BY_SUMS: frozenset[type] = frozenset({Adafactor, Lamb})
 
 # The update depends on all of a parameter, and on nothing of others.

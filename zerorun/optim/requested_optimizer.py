@@ -11,7 +11,7 @@ from torch import nn
 from ..ops.rounding import MasterFormat
 from ..ops.state_format import StateFormat
 from .optimizer_needs import Needs
-from .parts import PartsOptimizer
+from .parameter_parts import PartsOptimizer
 
 
 @dataclass

@@ -33,8 +33,8 @@ from torch.utils import _pytree
 
 from ..distributed.device import on_host
 from ..distributed.transport.connect import Link
+from ..distributed.transport.message_waits import Waiter
 from ..distributed.transport.transport import Transport
-from ..distributed.transport.waiter import Waiter
 from ..distributed.wire import decode, encode, is_namedtuple, loaded_class, path_of
 from ..errors import MessageError, PipelineError
 from ..watch.board import OF_STAGES

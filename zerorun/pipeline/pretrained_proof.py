@@ -16,7 +16,7 @@ from torch import nn
 
 from ..activations.random_streams import streams
 from ..errors import ModelError
-from ..plan.small_copies import LARGEST_COPY, narrow, shorten, small_copy
+from ..plan.small_model_copies import LARGEST_COPY, narrow, shorten, small_copy
 from ..zero.init import part_of
 from .pretrained_anatomy import Anatomy, find_blocks, observe, refusal
 

@@ -10,9 +10,9 @@ import torch
 
 from ..errors import TopologyError, ZerorunError
 from ..memory.estimate import default_transport
-from ..startup.inputs import take_in
-from ..startup.model_factory import model_from
-from ..startup.planned_parts import planned_parts
+from ..model_setup.checked_arguments import take_in
+from ..model_setup.model_factory import model_from
+from ..model_setup.planned_stages import planned_parts
 from .byte_ledger import with_states
 from .make_plan import planned_topology
 from .optimizer_states import OptimizerStates

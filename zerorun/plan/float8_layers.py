@@ -10,7 +10,7 @@ from torch import nn
 
 from ..distributed.float8_codes import Float8Cast
 from ..errors import ModelError
-from .weights import own_weight
+from .parameter_kinds import own_weight
 
 MULTIPLE = 16  # of which kernels want the sides of a matrix to be
 _PLACE = ("torchao.float8.float8_linear", "Float8Linear")

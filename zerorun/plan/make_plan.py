@@ -33,14 +33,14 @@ from ..optim.requested_optimizer import RawOptimizer
 from ..zero.offload.nvme import buffer_bytes
 from .families import FamilyPlace, refuse_optimizer
 from .float8_layers import casts_of
-from .matrices import MatrixExchange, plan_exchange
+from .matrix_exchange import MatrixExchange, plan_exchange
 from .optimizer_states import state_count
+from .parameter_kinds import apart_from, is_packed, other_buffers, scale_bytes, scales_beside, stored_bytes
 from .placement import Placement, place_units
 from .quantised_parameters import Quantised, QuantisedWire
 from .sharding_plan import HOST, Buffer, DiskPlan, FlatGroupPlan, ShardingPlan, SlotPlan, StagingPlan, UnitPlan
 from .stage_policy import STAGES, Policy
 from .units import ROOT, LeafModules, UnitPolicy, UnitSpec, choose_units
-from .weights import apart_from, is_packed, other_buffers, scale_bytes, scales_beside, stored_bytes
 
 # If parameters have at least this many elements on average, gradients are not packed: reading many small tensors costs
 # more than packing them.

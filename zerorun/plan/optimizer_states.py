@@ -24,9 +24,9 @@ from ..ops.single_pass import SinglePassOptimizer
 from ..ops.state_format import StateFormat
 from ..optim.optimizer_needs import copy_over, step_once
 from ..optim.optimizers import build_optimizer, keys_in_the_way
-from ..optim.parts import Part
+from ..optim.parameter_parts import Part
 from ..optim.requested_optimizer import RawOptimizer
-from .weights import stored_bytes
+from .parameter_kinds import stored_bytes
 
 _PRIMES = (3, 5, 7, 11, 13, 17)  # dimensions of a parameter in the trial; 255,255 elements for one with all six
 _TRIED_AS_IT_IS = 1 << 14  # elements: up to this many, the trial uses the number itself

@@ -16,10 +16,10 @@ from ..distributed.float8_codes import Float8Cast
 from ..distributed.quantised_blocks import BLOCK
 from ..distributed.quantised_hops import QuantisedHop, plan_hops
 from ..distributed.topology import Topology
+from .parameter_kinds import is_packed
 from .sharding_plan import UnitPlan
 from .stage_policy import Policy
 from .units import ROOT, UnitSpec
-from .weights import is_packed
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,8 @@ from ..distributed.topology import Topology
 from ..distributed.transport_kinds import reads_peers
 from ..ops.rounding import MasterFormat
 from ..ops.state_format import StateFormat
-from ..optim.parts import Part, SumOfParts
-from .matrices import MatrixExchange
+from ..optim.parameter_parts import Part, SumOfParts
+from .matrix_exchange import MatrixExchange
 from .placement import ON_DEVICE, Placement
 from .stage_policy import Policy
 
@@ -105,18 +105,17 @@ class FlatGroupPlan:
 
     ``copies``: how many ranks have the same shard, and ``copy``: which of them this one is, along the axes of ``family``.
     ``dtype``: the dtype in which they are kept; ``given_dtype``: the one that the module has. ``packed``: memory that
-    classes of other packages read in their own way (weights.py). ``optimizer_groups``: for each parameter, the optimizer's
-    parameter group; empty if frozen; ``state_formats``: the format of its states there. ``owned``: the range of elements
-    whose master this rank has; ``divides_updates``: others of the shard axis have others. ``master_is_weight``: the
-    master is the weight itself. ``resident``: the flat buffer belongs
-    to this unit alone and is always whole, and the shard is a part of it; so it is where no other rank of the shard group
-    has these experts, though the unit shares slots. ``mapped``: the flat buffer is made of the memory of all ranks, so that
-    gathers move nothing. ``unpacked``: gradients are reduced from where autograd leaves them. ``coded``: gathers of the
-    shards send codes (quantised_blocks.py), or with ``float8`` those of float8_codes.py; ``codes_gradients``: reductions
-    send codes. ``secondary``: gathers are from a second copy of the weights. ``master_format``: what is kept of the values
-    that are updated; ``gradient_dtype``: that of all buffers of gradients. ``buffers``: the memory that this rank
-    allocates. ``tensor_shards``: for each parameter, what of it tensor ranks have here, for an optimizer that is told of
-    parts.
+    classes of other packages read in their own way (parameter_kinds.py). ``optimizer_groups``: for each parameter, the
+    optimizer's parameter group; empty if frozen; ``state_formats``: the format of its states there. ``owned``: the range of
+    elements whose master this rank has; ``divides_updates``: others of the shard axis have others. ``master_is_weight``:
+    the master is the weight itself. ``resident``: the flat buffer belongs to this unit alone and is always whole, and the
+    shard is a part of it; so it is where no other rank of the shard group has these experts, though the unit shares slots.
+    ``mapped``: the flat buffer is made of the memory of all ranks, so that gathers move nothing. ``unpacked``: gradients
+    are reduced from where autograd leaves them. ``coded``: gathers of the shards send codes (quantised_blocks.py), or with
+    ``float8`` those of float8_codes.py; ``codes_gradients``: reductions send codes. ``secondary``: gathers are from a
+    second copy of the weights. ``master_format``: what is kept of the values that are updated; ``gradient_dtype``: that of
+    all buffers of gradients. ``buffers``: the memory that this rank allocates. ``tensor_shards``: for each parameter, what
+    of it tensor ranks have here, for an optimizer that is told of parts.
     """
 
     layout: Layout
@@ -255,8 +254,8 @@ class FlatGroupPlan:
     def pieces(self, *, whole: bool, parts: bool = False) -> Iterator[PiecePlan]:
         """Yield the tensors that the optimizer gets; with ``whole``, one for each parameter, in its own shape.
 
-        With ``parts``, one for each part of a parameter. See [Note: pieces] in zero/pieces.py. In ``whole`` layouts no
-        parameter is in two shards.
+        With ``parts``, one for each part of a parameter. See [Note: pieces] in zero/optimizer_pieces.py. In ``whole``
+        layouts no parameter is in two shards.
         """
         members: list[list[ParameterRun]] = []
         kind = None

@@ -20,8 +20,8 @@ import torch
 
 from ..distributed.quantised_hops import QuantisedHop
 from ..distributed.transport_kinds import NCCL
-from ..optim.parts import SumOfParts
-from .matrices import FROM_OWNERS, TO_OWNERS
+from ..optim.parameter_parts import SumOfParts
+from .matrix_exchange import FROM_OWNERS, TO_OWNERS
 from .reductions import Reductions, reduce
 from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ..distributed.tensor_shard import numel_on_a_rank, shards_of
 from ..errors import ConfigError, ConfigProblem
-from .weights import members, own_members, packed_buffers
+from .parameter_kinds import members, own_members, packed_buffers
 
 ROOT = "root"
 _WRAPPER = "_orig_mod."  # what torch.compile puts in names
@@ -82,7 +82,7 @@ def choose_units(module: nn.Module, policy: UnitPolicy, tensor_ranks: int = 1) -
 
     ``tensor_ranks``: those that divide layers. All of them come to the same units.
 
-    Parameters that stay apart (weights.py) are in no unit; of wrappers, their members are.
+    Parameters that stay apart (parameter_kinds.py) are in no unit; of wrappers, their members are.
     """
     specs = _with_leaves(module, _candidates(module, policy, tensor_ranks), policy.leaves)
     around: dict[int, set[int]] = defaultdict(set)

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from ..errors import ZerorunError
-from ..startup.model_factory import model_from
+from ..model_setup.model_factory import model_from
 from .describe import bytes_per_rank, describe
 from .infer import infer_plan
 from .planning import make_plan, own_plan

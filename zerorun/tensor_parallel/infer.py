@@ -26,7 +26,7 @@ from itertools import product
 from torch import nn
 
 from ..errors import ModelError
-from ..plan.small_copies import narrow, small_copy
+from ..plan.small_model_copies import narrow, small_copy
 from ..zero.init import part_of
 from .block_kinds import kinds_of, same_but_for_sizes
 from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES

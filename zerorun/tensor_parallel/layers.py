@@ -20,7 +20,7 @@ from torch.nn import functional
 from ..distributed.tensor_shard import Ranges, TensorShard, even_bounds, even_range
 from ..errors import ModelError
 from ..plan.float8_layers import float8_product, is_float8
-from ..plan.weights import PLAIN, kind_of
+from ..plan.parameter_kinds import PLAIN, kind_of
 from ..zero.init import part_of, refuse_partitioned
 from .axis import Axis
 from .collectives import Region, gather_columns, split_columns

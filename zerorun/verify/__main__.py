@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ..engine.initialize import initialize
 from ..errors import ZerorunError
 from ..log import is_rank_zero, own_rank, positive
-from ..startup.model_factory import function_from
+from ..model_setup.model_factory import function_from
 from .verification import Verification
 
 DIFFERS, REFUSED = 1, 2

@@ -17,9 +17,9 @@ from ..distributed.replication import Family
 from ..errors import ZerorunError
 from ..pipeline.pipelined import Pipelined
 from ..plan.units import repeated_blocks
-from ..zero.access import safe_get_local_fp32_param
-from ..zero.pieces import owned_gradient
+from ..zero.optimizer_pieces import owned_gradient
 from ..zero.sharded_model import ShardedModel
+from ..zero.value_access import safe_get_local_fp32_param
 from .recorder import Draws, Named, Recorder, without_dropout
 from .records import Kind, Records
 from .task import RunSetting, Sizes, TrainingTask

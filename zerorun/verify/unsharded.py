@@ -13,20 +13,20 @@ from torch import nn
 
 from ..config.parse import Config
 from ..distributed.device import on_device
+from ..model_setup.checked_arguments import is_scheduler, take_in
+from ..model_setup.float8 import Float8Layers, float8_layers
 from ..ops.rounding import MasterFormat, Origin, join
 from ..ops.single_pass import SinglePassOptimizer
 from ..ops.state_format import StateFormat
-from ..optim.containers import cast_floats
 from ..optim.in_fp32 import KeptTensor, StepsInFp32
 from ..optim.loss_scaler import DTYPES, LossScaler
 from ..optim.lr_schedules import build_schedule
+from ..optim.nested_containers import cast_floats
 from ..optim.optimizers import build_optimizer
 from ..optim.requested_optimizer import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..plan.make_plan import buffer_dtype, compute_dtype
 from ..plan.units import stored_name
-from ..startup.float8 import Float8Layers, float8_layers
-from ..startup.inputs import is_scheduler, take_in
 from .recorder import Named, Recorder
 from .records import Kind, Records, Value, joined
 from .task import Loss, RunSetting, Sizes, TrainingTask

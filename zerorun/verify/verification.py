@@ -32,12 +32,12 @@ from ..distributed.topology import Topology
 from ..distributed.transport.process_group import init_distributed
 from ..distributed.transport.world import gather_values
 from ..errors import ConfigError, ConfigProblem, ModelError
+from ..model_setup.checked_arguments import take_in
+from ..model_setup.job_topology import topology_of_job
 from ..pipeline.pipelined import Pipelined
 from ..pipeline.stages import in_one_piece
 from ..plan.make_plan import compute_dtype, wire_dtype
 from ..plan.units import repeated_blocks
-from ..startup.inputs import take_in
-from ..startup.job_topology import topology_of_job
 from ..watch.launch_environment import ranks_here
 from . import sharded, unsharded
 from .explain import axis_at, described, first_of_ranks

@@ -6,12 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
-    from .access import safe_get_full_fp32_param as safe_get_full_fp32_param
-    from .access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
-    from .access import safe_get_local_fp32_param as safe_get_local_fp32_param
-    from .access import safe_get_local_optimizer_state as safe_get_local_optimizer_state
-    from .access import safe_set_full_fp32_param as safe_set_full_fp32_param
-    from .access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
     from .edited_values import safe_set_full_grad as safe_set_full_grad
     from .edited_values import safe_set_local_fp32_param as safe_set_local_fp32_param
     from .edited_values import safe_set_local_grad as safe_set_local_grad
@@ -32,9 +26,15 @@ if TYPE_CHECKING:  # what ``__getattr__`` gives, for those who read types
     from .leaf_modules import unset_z3_leaf_modules as unset_z3_leaf_modules
     from .leaf_modules import z3_leaf_module as z3_leaf_module
     from .tiling import TiledLinear as TiledLinear
+    from .value_access import safe_get_full_fp32_param as safe_get_full_fp32_param
+    from .value_access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+    from .value_access import safe_get_local_fp32_param as safe_get_local_fp32_param
+    from .value_access import safe_get_local_optimizer_state as safe_get_local_optimizer_state
+    from .value_access import safe_set_full_fp32_param as safe_set_full_fp32_param
+    from .value_access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
 
 _FILES = {
-    "access": "safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_local_fp32_param "
+    "value_access": "safe_get_full_fp32_param safe_get_full_optimizer_state safe_get_local_fp32_param "
     "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_optimizer_state",
     "edited_values": "safe_set_full_grad safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized",

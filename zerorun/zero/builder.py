@@ -13,8 +13,8 @@ from ..distributed.replication import Family
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.mapped_shards import MappedShards
 from ..errors import ModelError
+from ..plan.parameter_kinds import let_go_of_memory, named_members
 from ..plan.sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
-from ..plan.weights import let_go_of_memory, named_members
 from .flat_group import CodeBuffers, FlatGroup, GradientBuffers, TrainedGroup, rounded
 from .init import forget_part, whole_value
 from .offload.host_link import Disk, HostLink

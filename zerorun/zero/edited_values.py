@@ -20,7 +20,12 @@ import torch
 
 from ..distributed.agreement import agree
 from ..errors import ModelError, StepError
-from .access import (
+from .flat_group import TrainedGroup
+from .gradients import gathered_gradients, reduce_all, whole_gradient
+from .optimizer_pieces import owned_gradient
+from .runtime import weights_edited
+from .sharded_model import ParameterHome, ShardedModel
+from .value_access import (
     compare_request,
     entry_view,
     gathered,
@@ -33,11 +38,6 @@ from .access import (
     trained,
     write_state,
 )
-from .flat_group import TrainedGroup
-from .gradients import gathered_gradients, reduce_all, whole_gradient
-from .pieces import owned_gradient
-from .runtime import weights_edited
-from .sharded_model import ParameterHome, ShardedModel
 
 UpdateFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

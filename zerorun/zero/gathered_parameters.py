@@ -13,10 +13,10 @@ from torch import nn
 
 from ..errors import ModelError, ReleasedParameterError
 from ..log import listed, logger
-from ..plan.weights import inside, named_members
-from .access import compare_request, entry_view, flat_weights, refuse_copies, store_weight
+from ..plan.parameter_kinds import inside, named_members
 from .init import Held, Init, divide_again, hold, take_values
 from .sharded_model import ParameterHome, ShardedModel, find
+from .value_access import compare_request, entry_view, flat_weights, refuse_copies, store_weight
 
 
 class Shown(NamedTuple):

@@ -15,13 +15,13 @@ from torch import nn
 from ..distributed.same_data import fingerprint
 from ..distributed.transport.sums import square_sum
 from ..errors import ModelError, OrderError, RankLeftError
-from .access import compare_request, entry_view, gathered, owned_part
 from .flat_group import TrainedGroup
 from .gathers import IN_TIME, ORDER_TIMEOUT_S
 from .offloaded_states import GRADIENTS
-from .pieces import owned_gradient
+from .optimizer_pieces import owned_gradient
 from .sharded_model import ParameterHome, ShardedModel, find, model_of
 from .unit import Unit
+from .value_access import compare_request, entry_view, gathered, owned_part
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:

@@ -17,7 +17,7 @@ from ..watch.board import NOBODY
 from .flat_group import ROUNDED, TrainedGroup
 from .offload.host_link import HostLink
 from .offload.nvme import StateFile
-from .pieces import OptimizerPiece
+from .optimizer_pieces import OptimizerPiece
 from .unit import Unit, links_of
 
 _AnyWhere = Callable[[Where | None], None]  # work on states, given where they are now

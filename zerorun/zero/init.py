@@ -45,7 +45,16 @@ from ..distributed.same_data import SAME, compare
 from ..distributed.transport import world
 from ..distributed.transport.process_group import init_distributed
 from ..errors import ModelError, OrderError
-from ..plan.weights import inside, is_packed, let_go_of_memory, members, named_members, own_members, stays_apart, strides_of
+from ..plan.parameter_kinds import (
+    inside,
+    is_packed,
+    let_go_of_memory,
+    members,
+    named_members,
+    own_members,
+    stays_apart,
+    strides_of,
+)
 from .placeholders import UnsavedPlaceholder, is_loud, placeholder, storage_key, tensors_in
 
 _TENSOR: Any = torch.Tensor

@@ -1,8 +1,8 @@
 """Directions of matrices: momentum goes to the owners, which orthogonalize it, and comes back in the gradient's place.
 
-What goes where is in the plan (plan/matrices.py), but for what only the other ranks know: which elements they have. They
-tell it once. What a rank has of the matrices of one owner, in one turn, is a *parcel*: first what it gives, then what it
-only gets back, because another rank gives the same.
+What goes where is in the plan (plan/matrix_exchange.py), but for what only the other ranks know: which elements they have.
+They tell it once. What a rank has of the matrices of one owner, in one turn, is a *parcel*: first what it gives, then what
+it only gets back, because another rank gives the same.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ..distributed.tensor_shard import TensorShard
 from ..distributed.transport.transport import Transport
 from ..ops.newton_schulz import scale_of
 from ..optim.muon import Muon, orthogonalized
-from ..optim.parts import Part
-from ..plan.matrices import FROM_OWNERS, TO_OWNERS, Matrix, MatrixExchange
+from ..optim.parameter_parts import Part
+from ..plan.matrix_exchange import FROM_OWNERS, TO_OWNERS, Matrix, MatrixExchange
 from ..plan.sharding_plan import ShardingPlan
 from .host_updates import take_in
-from .pieces import OptimizerPiece, owned_gradient
+from .optimizer_pieces import OptimizerPiece, owned_gradient
 from .unit import Unit
 
 _Parcels = Sequence[Sequence[int]]  # by rank: indices of matrices

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ..plan.byte_ledger import DEVICE_KINDS, kind_in
+from ..plan.parameter_kinds import apart_from, other_buffers, scale_bytes, stored_bytes
 from ..plan.sharding_plan import DEVICE, DISK, HOST
-from ..plan.weights import apart_from, other_buffers, scale_bytes, stored_bytes
 from .flat_group import FlatGroup
 from .offloaded_states import MOMENTS, storage_number
 from .runtime import Runtime

@@ -25,8 +25,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.device import Arrival, CopyStream, empty_storage, give_back_unused, holds, host_empty, queues
 from ..log import info_once
+from ..plan.parameter_kinds import strides_of
 from ..plan.sharding_plan import DEVICE, HOST
-from ..plan.weights import strides_of
 from .flat_group import TrainedGroup
 from .sharded_optimizer import ShardedOptimizer
 from .unit import SlotPool, Unit

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from ..distributed.device import on_host
 from ..errors import ModelError, ReleasedParameterError, StepError
 from ..log import listed, warn_once
-from ..plan.weights import repacking
+from ..plan.parameter_kinds import repacking
 from .flat_group import edited, shows_copy
 from .gathers import ExecutionTrace
 from .placeholders import ReadWatch, storage_key, tensors_in

@@ -22,8 +22,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import ReleasedParameterError
+from ..plan.parameter_kinds import inside
 from ..plan.replaced_forwards import uncompiled
-from ..plan.weights import inside
 
 # Prefixes of the names of operations that use the shape, dtype and device of a tensor, and not its values.
 _READ_NO_VALUES = (

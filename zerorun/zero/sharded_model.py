@@ -17,11 +17,11 @@ from ..distributed.topology import Topology
 from ..distributed.transport.communicator import Communicator
 from ..errors import CheckpointError, ModelError, ReleasedParameterError, StepError, ZerorunError
 from ..log import listed
-from ..plan.weights import named_members
+from ..plan.parameter_kinds import named_members
 from .flat_group import FlatGroup
 from .norm import Decision, Norm, Summary, Told
 from .offloaded_states import GRADIENTS, WEIGHTS, StateKind
-from .pieces import owned_gradient
+from .optimizer_pieces import owned_gradient
 from .runtime import Runtime, runtimes_in
 from .sharded_optimizer import ShardedOptimizer
 from .unit import Unit, finish_updates, links_of

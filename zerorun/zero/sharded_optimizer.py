@@ -23,7 +23,7 @@ from ..optim.optimizer_needs import WatchedSettings
 from .flat_group import TrainedGroup
 from .host_updates import begin_updates, take_in
 from .matrix_updates import MatrixUpdates
-from .pieces import OptimizerPiece, split_lengths, split_piece
+from .optimizer_pieces import OptimizerPiece, split_lengths, split_piece
 from .unit import Unit, finish_updates
 
 # Steps after which parameters that never had a gradient are named.

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from ..errors import ReleasedParameterError
-from ..plan.weights import inside, own_members, packed_buffers
+from ..plan.parameter_kinds import inside, own_members, packed_buffers
 from .flat_group import TrainedGroup, take_weight
 from .offloaded_states import WEIGHTS
 from .runtime import ModuleHook, Removable

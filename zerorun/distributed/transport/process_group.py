@@ -42,9 +42,9 @@ from ..topology import forget_everyone
 from ..waits import waiting
 from .communicator import forget_all_groups, has_communicators
 from .control import given_up_is_over
+from .message_waits import Waiter
 from .statistics import caught_error
 from .transport import drain_all
-from .waiter import Waiter
 
 # Seconds that an exiting process gives collectives in flight to finish.
 _EXIT_TIMEOUT = timedelta(seconds=10)

@@ -17,8 +17,8 @@ from ..distributed.topology import Topology
 from ..optim.requested_optimizer import RawOptimizer, without_elsewhere
 from ..pipeline.pipelined import Pipelined
 from ..plan.make_plan import make_plan
+from ..plan.parameter_kinds import rebuilt
 from ..plan.sharding_plan import ShardingPlan
-from ..plan.weights import rebuilt
 from .float8 import Float8Layers, float8_layers
 from .parallelize import cut, divide_shapes, plan_experts, plan_layers, plan_sequences
 

@@ -12,11 +12,11 @@ from ..distributed.agreement import agree
 from ..distributed.same_data import compare
 from ..errors import ModelError, OrderError, StepError
 from ..ops.state_format import keep_state, wide_state
-from ..optim.parts import PartsOptimizer
-from ..plan.weights import follow_memory, followers, rebuilt
+from ..optim.parameter_parts import PartsOptimizer
+from ..plan.parameter_kinds import follow_memory, followers, rebuilt
 from .flat_group import FlatGroup, TrainedGroup, fresh_gradient, rounded, set_gradient, take_weight
 from .offloaded_states import MASTERS, MOMENTS, WEIGHTS, StateKind
-from .pieces import OptimizerPiece
+from .optimizer_pieces import OptimizerPiece
 from .runtime import MADE_BY, Runtime, weights_edited
 from .sharded_model import ParameterHome, ShardedModel, find, model_of, without_edits
 from .unit import Unit, finish_updates

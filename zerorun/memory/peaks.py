@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from ..plan.parameter_kinds import named_members
 from ..plan.reductions import MAX_REDUCING
 from ..plan.sharding_plan import DEVICE, DISK, Buffer, FlatGroupPlan, ShardingPlan
-from ..plan.weights import named_members
 
 
 @dataclass(frozen=True)

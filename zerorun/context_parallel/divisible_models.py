@@ -22,8 +22,8 @@ from ..plan.units import layerdrop_of
 from ..tensor_parallel.axis import Axis
 from ..tensor_parallel.thread_ranks import Outcome, ThreadAxis, first_difference, in_short, on_threads
 from .attention import AUTO, GATHER, ULYSSES
+from .attention_exchange import fits
 from .divided_model import DividedBlocks, Division, Way
-from .exchange import fits
 from .shard_loss import InHead, InModel, ShardLoss
 
 RANKS, TOKENS = 2, 7  # of the proof: rows of 4 and 3

@@ -20,8 +20,8 @@ from torch.nn.modules.conv import _ConvNd
 from ..errors import ModelError
 from ..optim.muon import dim_of_parts
 from ..pipeline.pipelined import Pipelined
+from ..plan.parameter_kinds import own_weight
 from ..plan.units import repeated_blocks
-from ..plan.weights import own_weight
 
 Groups = list[dict[str, Any]]
 

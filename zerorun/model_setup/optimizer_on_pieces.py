@@ -12,12 +12,12 @@ from ..ops.single_pass import SinglePassOptimizer
 from ..optim.muon import Muon
 from ..optim.optimizer_needs import give_overrides, overrides_of
 from ..optim.optimizers import build_optimizer, split_state, watched
-from ..optim.parts import PartsOptimizer
+from ..optim.parameter_parts import PartsOptimizer
 from ..optim.requested_optimizer import RawOptimizer
 from ..plan.sharding_plan import ShardingPlan
 from ..zero.matrix_updates import MatrixUpdates
+from ..zero.optimizer_pieces import OptimizerPiece, build_pieces
 from ..zero.part_sums import PartSums
-from ..zero.pieces import OptimizerPiece, build_pieces
 from ..zero.sharded_optimizer import PiecesInFp32, ShardedOptimizer
 from ..zero.unit import Unit, links_of
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import ModelError
-from ..plan.weights import inner_tensors, strides_of
+from ..plan.parameter_kinds import inner_tensors, strides_of
 from ..zero.init import partitioned
 
 

@@ -19,9 +19,9 @@ from ..errors import ConfigError, ModelError, TopologyError
 from ..log import listed
 from ..optim.requested_optimizer import RawOptimizer
 from ..pipeline.pipelined import Pipelined
-from ..plan.weights import sums_of_scales
+from ..plan.parameter_kinds import sums_of_scales
 from ..zero.init import partitioned_as
-from .inputs import samples_of
+from .checked_arguments import samples_of
 from .parallelize import is_part
 
 _DERIVED = "(derived)"  # as Config.describe() says of values that follow from others

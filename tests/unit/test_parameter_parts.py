@@ -18,7 +18,7 @@ from torch import Tensor
 from zerorun.distributed.tensor_shard import TensorShard, even_range, fused_ranges
 from zerorun.optim.adafactor import Adafactor
 from zerorun.optim.lamb import Lamb
-from zerorun.optim.parts import Part, PartsOptimizer, StateRange
+from zerorun.optim.parameter_parts import Part, PartsOptimizer, StateRange
 
 STEPS = 3
 SHAPES = ((7, 5), (3, 4, 6), (9,), (1, 8), (6, 1), (2, 3, 3, 2), (), (4, 0), (12, 4))

@@ -23,7 +23,7 @@ PATHS = {
 }
 
 
-class OtherPaths(MetaPathFinder):
+class ImportPaths(MetaPathFinder):
     """Finds ``zerorun.NAME`` for each name in ``PATHS``, as the same module and not as a second copy of it."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:

@@ -45,7 +45,7 @@ from ..optim.requested_optimizer import RawOptimizer
 from ..pipeline.pipelined import Pipelined
 from ..pipeline.stages import refuse_other_axes
 from ..plan.optimizer_states import OptimizerStates
-from ..plan.weights import own_weight, refuse_unusable_weights
+from ..plan.parameter_kinds import own_weight, refuse_unusable_weights
 from .matrix_roles import described, divide_by_role
 
 OptimizerLike = torch.optim.Optimizer | Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -289,7 +289,7 @@ def _raw_optimizer(
             matrix_dtype = muon.DTYPES[params.get("ns_dtype", "bf16")]
     else:
         return RawOptimizer(None, [], {}, "", {}, False)
-    # Muon by its name needs elements: its matrices go to their owners (plan/matrices.py).
+    # Muon by its name needs elements: its matrices go to their owners (plan/matrix_exchange.py).
     needs = needs_of(client, name, params, groups) if matrix_dtype is None else Needs.ELEMENTS
     is_divided = data_parallel_degree(config, world_size) < world_size
     sees_all = world_size == 1 or not (config.zero_optimization.stage or is_divided)

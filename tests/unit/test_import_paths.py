@@ -10,7 +10,7 @@ import pytest
 from harness import patience, start_script
 
 import zerorun
-from zerorun.other_paths import PATHS
+from zerorun.import_paths import PATHS
 
 
 @pytest.mark.parametrize("name", PATHS)

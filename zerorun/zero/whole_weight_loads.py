@@ -15,10 +15,10 @@ from ..distributed.agreement import agree, first_other
 from ..distributed.same_data import checksum
 from ..errors import CheckpointError, ZerorunError
 from ..log import listed
-from ..plan.weights import inside
-from .access import part_of_value, refuse_other_shape, store_weight
+from ..plan.parameter_kinds import inside
 from .placeholders import UnsavedPlaceholder
 from .sharded_model import ShardedModel
+from .value_access import part_of_value, refuse_other_shape, store_weight
 
 
 @dataclass(frozen=True)

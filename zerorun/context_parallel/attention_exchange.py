@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .rows import Rows
+from .sequence_rows import Rows
 
 TO_HEADS, TO_ROWS, GATHER = "context: rows to heads", "context: heads to rows", "context: gather keys and values"
 

@@ -10,7 +10,7 @@ from torch import nn
 from ..config.parse import Config
 from ..context_parallel.attention import AUTO, ULYSSES
 from ..context_parallel.divided_model import Way
-from ..context_parallel.find import Divided, inner_model, refusal, refuse_heads, way_of
+from ..context_parallel.divisible_models import Divided, inner_model, refusal, refuse_heads, way_of
 from ..distributed.topology import Topology
 from ..tensor_parallel.axis import make_axis
 from .divided_layers import agree_on_random_numbers

@@ -15,7 +15,7 @@ from ..distributed.device import CPU, gpus_have_fp8
 from ..errors import ConfigError, ConfigProblem
 from ..pipeline.pipelined import Pipelined
 from ..plan.float8_layers import MULTIPLE, casts_of, counts_tokens, is_float8, refuse_odd_tokens
-from ..plan.weights import PLAIN, kind_of, own_weight
+from ..plan.parameter_kinds import PLAIN, kind_of, own_weight
 from .matrix_roles import matrices_of_blocks
 
 

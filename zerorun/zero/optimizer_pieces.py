@@ -4,8 +4,8 @@
 For an element-wise optimizer all neighbouring parameters of one parameter group in a unit make one 1-D piece, so that a
 step costs O(units) calls. A parameter that gets no gradient on any rank must not move (torch's optimizers skip it, and its
 step count stands still): the first time that happens, its piece is cut at the parameter's ends, together with its
-optimizer state, and from then on it can be left out. Optimizers that are told of parts (optim/parts.py) get a 1-D piece
-for each part of a parameter. All others get every parameter whole, in its own shape.
+optimizer state, and from then on it can be left out. Optimizers that are told of parts (optim/parameter_parts.py) get a 1-D
+piece for each part of a parameter. All others get every parameter whole, in its own shape.
 """
 
 from __future__ import annotations
