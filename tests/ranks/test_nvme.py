@@ -66,7 +66,7 @@ print(os.listdir("states"))
 def test_a_disk_that_is_too_small(tmp_path: Path) -> None:
     """8 x 65,792 parameters with master and two moments are 6.02 MiB. The model can be used afterwards."""
     told, left = run_on_small_disk(TOO_SMALL, tmp_path, mebibytes=4).splitlines()
-    assert 'nvme_path = "states": the disk is too small' in told
+    assert "nvme_path = 'states': the disk is too small" in told
     assert "take 6.03 MiB" in told
     assert "4.00 MiB" in told
     assert "Remedy: nvme_path on a larger disk" in told

@@ -166,11 +166,11 @@ def test_fp8_of_a_plan_fits_the_layers() -> None:
     ("model", "section", "reason"),
     [
         ("bloom", "tensor", r"tensor_parallel\.size = 2: is not for models of this kind"),
-        ("olmo2", "rows", r"tensor_parallel\.sequence_parallel = True: is not for models of this kind"),
+        ("olmo2", "rows", r"tensor_parallel\.sequence_parallel = true: is not for models of this kind"),
         ("nanochat", "stages", r"pipeline\.stages = 2: is not for models of this kind"),
         ("gptj", "context", r"sequence_parallel_size = 2: is not for models of this kind"),
-        ("gpt2", "fp8", r"fp8\.enabled = True: is not for models of this kind"),
-        ("llama", "fp8", r"fp8\.enabled = True: needs sides that are multiples of 16, and of 'gate' a rank has others"),
+        ("gpt2", "fp8", r"fp8\.enabled = true: is not for models of this kind"),
+        ("llama", "fp8", r"fp8\.enabled = true: needs sides that are multiples of 16, and of 'gate' a rank has others"),
     ],
 )
 def test_what_is_refused_is_not_compared(model: str, section: str, reason: str, tmp_path: Path) -> None:
@@ -197,27 +197,27 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_key_value_heads": 4, "num_loca
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({**LLAMA, "model_type": "rwkv"}, "model_type = 'rwkv': blocks are known of apertus, .* say the model_type of one"),
+        ({**LLAMA, "model_type": "rwkv"}, 'model_type = "rwkv": blocks are known of apertus, .* say the model_type of one'),
         (
             {**LLAMA, "model_type": "jamba", "num_experts": 16},
-            "model_type = 'jamba': of mixtures, blocks are known of deep",
+            'model_type = "jamba": of mixtures, blocks are known of deep',
         ),
-        ({**LLAMA, "vision_config": {"a": 1}}, "vision_config = '...': only what reads text is planned"),
+        ({**LLAMA, "vision_config": {"a": 1}}, 'vision_config = "...": only what reads text is planned'),
         ({**LLAMA, "model_type": "opt", "word_embed_proj_dim": 32}, "word_embed_proj_dim = 32: is not the hidden size 64"),
-        ({**MIXTRAL, "num_local_experts": None}, "num_local_experts = None: a mixtral has several experts"),
-        ({**LLAMA, "intermediate_size": None}, "intermediate_size = None: is not in the configuration"),
-        ({**LLAMA, "intermediate_size": "128"}, "intermediate_size = '128': is no whole number"),
+        ({**MIXTRAL, "num_local_experts": None}, "num_local_experts = null: a mixtral has several experts"),
+        ({**LLAMA, "intermediate_size": None}, "intermediate_size = null: is not in the configuration"),
+        ({**LLAMA, "intermediate_size": "128"}, 'intermediate_size = "128": is no whole number'),
         ({**LLAMA, "intermediate_size": [128] * 4}, r"intermediate_size = \[128, .*: is no whole number"),
         ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads = 0: is no whole number from 1 on"),
         ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers = 0: is no whole number from 1 on"),
         ({**LLAMA, "num_hidden_layers": -3}, "num_hidden_layers = -3: is no whole number from 1 on"),
-        ({**LLAMA, "vocab_size": True}, "vocab_size = True: is no whole number from 1 on"),
+        ({**LLAMA, "vocab_size": True}, "vocab_size = true: is no whole number from 1 on"),
         ({**LLAMA, "hidden_size": 64.0}, "hidden_size = 64.0: is no whole number from 1 on"),
         ({**LLAMA, "num_key_value_heads": 3}, "kv_heads = 3: does not divide 4 heads"),
         ({**MIXTRAL, "num_experts_per_tok": 16}, "used_experts = 16: is more than 8 experts"),
-        ({**MIXTRAL, "mlp_only_layers": "0"}, "mlp_only_layers = '0': is no list"),
-        ([LLAMA], "model = 'list': is no configuration of a model"),
-        ({**LLAMA, "text_config": 5}, "model = 'dict': is no configuration of a model"),
+        ({**MIXTRAL, "mlp_only_layers": "0"}, 'mlp_only_layers = "0": is no list'),
+        ([LLAMA], 'model = "list": is no configuration of a model'),
+        ({**LLAMA, "text_config": 5}, 'model = "dict": is no configuration of a model'),
     ],
 )
 def test_what_is_no_model_is_told(values: Any, reason: str, tmp_path: Path) -> None:

@@ -163,14 +163,14 @@ def test_blocks_that_run_again_are_counted(plan: RunPlan, tmp_path: Path) -> Non
             {"zero_optimization": {"stage": "HYBRID_SHARD"}, "tensor_parallel": {"size": 16}},
             "shard_degree = 8: must divide",
         ),
-        ({"zero_optimization": {"stage": "auto"}}, "stage = 'auto': cannot be decided"),
+        ({"zero_optimization": {"stage": "auto"}}, 'stage = "auto": cannot be decided'),
         ({"tensor_parallel": {"size": 64}}, "tensor_parallel.size = 64: does not divide 32 heads"),
         ({"tensor_parallel": {"size": 3}}, "tensor_parallel.size = 3: 64 ranks are no multiple"),
         ({"pipeline": {"stages": 64}}, "pipeline.stages = 64: 64 parts have fewer than one of the 32 blocks"),
         ({"expert_parallel": {"enabled": True, "autoep_size": 4}}, "autoep_size = 4: does not go with 1 experts"),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}},
-            "offload_optimizer.device = 'nvme': .* give --disk",
+            'offload_optimizer.device = "nvme": .* give --disk',
         ),
     ],
 )

@@ -148,11 +148,11 @@ def test_a_row_that_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     said = capsys.readouterr().err
     assert f"{len(wrong)} problems" in said and not out.exists()  # one for each row
     for key, (value, reason) in wrong.items():
-        shown = value if key in ("zero", "kv_heads", "gpus") else repr(value)
+        shown = value if key in ("zero", "kv_heads", "gpus") else f'"{value}"'
         assert f"row bad {key}: {key} = {shown}: {reason}" in said
     path.write_text("id,gpu\n1,H100\n")
     assert cli.main(["--predict", str(path), "--out", str(out)]) == 2
-    assert "row 1: nic_gbps_per_node = None: is missing" in capsys.readouterr().err
+    assert "row 1: nic_gbps_per_node = null: is missing" in capsys.readouterr().err
     path.write_bytes(b"\xc5\x00\x01")
     assert cli.main(["--predict", str(path), "--out", str(out)]) == 2
     assert "is no table: 'utf-8' codec can't decode" in capsys.readouterr().err
@@ -177,7 +177,7 @@ def test_shapes_have_the_parameters_of_their_models() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("model_type", "jamba", "model_type = 'jamba': of mixtures, blocks are known of deepseek_v2, "),
+        ("model_type", "jamba", 'model_type = "jamba": of mixtures, blocks are known of deepseek_v2, '),
         ("decoder_sparse_step", 2, r"decoder_sparse_step = 2: blocks \[0, 2, .* have no experts"),
         ("mlp_only_layers", [5], r"mlp_only_layers = \[5\]: blocks \[5\] have no experts"),
         ("moe_layer_freq", 2, "moe_layer_freq = 2: not every block has experts"),
@@ -249,10 +249,10 @@ def test_arguments_that_are_no_numbers_are_told(argument: str, capsys: pytest.Ca
     ("goal", "reason"),
     [
         ({"tokens": -1.0}, r"goal\.tokens = -1.0: is no finite number from 0 on"),
-        ({"days": float("nan")}, r"goal\.days = nan: is no finite number from 0 on"),
-        ({"failure_hours": float("inf")}, r"goal\.failure_hours = inf: is no finite number above 0"),
-        ({"sequence": 0, "batch": True}, r"goal\.sequence = 0: is no whole .*\n.*goal\.batch = True: is no whole"),
-        ({"precision": "int3"}, r"goal\.precision = 'int3': is not known"),
+        ({"days": float("nan")}, r"goal\.days = NaN: is no finite number from 0 on"),
+        ({"failure_hours": float("inf")}, r"goal\.failure_hours = Infinity: is no finite number above 0"),
+        ({"sequence": 0, "batch": True}, r"goal\.sequence = 0: is no whole .*\n.*goal\.batch = true: is no whole"),
+        ({"precision": "int3"}, r"goal\.precision = \"int3\": is not known"),
     ],
 )
 def test_goals_that_are_no_numbers_are_told(goal: dict[str, Any], reason: str) -> None:
