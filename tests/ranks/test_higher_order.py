@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from training import make_config
 
 import zerorun
+from zerorun.errors import NonFiniteError
 
 STEPS = 2
 
@@ -79,7 +80,15 @@ def planted(gradient: torch.Tensor) -> None:
     raise ValueError("planted")
 
 
-LOSSES = (wasserstein, zero_centred, first_order)
+def of_weights(model: Model, x: torch.Tensor) -> torch.Tensor:
+    """A penalty on the gradients of weights, which reads weights of their unit again."""
+    module = model.module if isinstance(model, zerorun.Engine) else model
+    loss = F.softplus(model(x)).mean()
+    gradients = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)  # type: ignore[attr-defined]
+    return loss + 0.1 * torch.stack([grad.square().sum() for grad in gradients]).sum()
+
+
+LOSSES = (wasserstein, zero_centred, first_order, of_weights)
 
 
 def apart(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
@@ -190,3 +199,31 @@ def test_a_graph_of_gradients_is_not_kept() -> None:
     for stage in (1, 2, 3):
         for found in run_ranks(2, through_the_step, stage):
             assert apart(found, usual) < 1e-6
+
+
+def with_bad_data(loss: Callable[..., torch.Tensor], precision: str, bad: float) -> tuple[str, int]:
+    """What is said of a step whose data has ``bad``, and how many steps were skipped."""
+    config = make_config(3, precision=precision, optimizer="SGD")
+    engine = zerorun.initialize(build(recompute=False), config)
+    try:
+        for step in range(3):
+            given = data(dist.get_rank(), step)
+            given[0, 0] = bad if step == 1 else given[0, 0]
+            engine.backward(loss(engine, given.to(torch.float16 if precision == "fp16" else torch.float32)).float())
+            engine.step()
+        said = ""
+    except NonFiniteError as error:
+        said = str(error)
+    skipped = engine.skipped_steps
+    engine.destroy()
+    return said, skipped
+
+
+@pytest.mark.parametrize("loss", (wasserstein, of_weights, usual))
+def test_a_loss_that_is_nan_is_told_as_such(loss: Callable[..., torch.Tensor]) -> None:
+    """At stage 3 it was told as a parameter that is used where only its placeholder is, and fp16 ended at an overflow."""
+    for said, skipped in run_ranks(2, with_bad_data, loss, "fp32", float("nan")):
+        assert "the loss is NaN or infinite" in said and skipped == 0
+    if loss is not of_weights:  # gradients of weights have the loss scale there
+        for said, skipped in run_ranks(2, with_bad_data, loss, "fp16", float("inf")):
+            assert (said, skipped) == ("", 1)

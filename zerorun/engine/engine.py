@@ -248,11 +248,11 @@ class Engine(CurvatureTaking):
         self.accumulation.observe(loss, weight)
         if self.topology.same_batch > 1 and (on_host(self.device) or self.global_steps < COMPARED_STEPS):
             self.accumulation.compare(float(loss.detach()))
-        notes, units = self.accumulation.notes, self.sharded_model.units
+        notes = self.accumulation.notes
         scaled = self.history.scaler.dynamic or self.config.fp16.enabled
         if self.sharded_model.comm.queues:
             self.accumulation.note_unread(None if scaled else loss, weight)
-            if self.history.progress.applied_in == 0 and (name := find_released_use(loss, units)) is not None:
+            if self.history.progress.applied_in == 0 and (name := find_released_use(loss, self.runtime)) is not None:
                 notes.released.append(name)
             return
         if math.isfinite(float(loss.detach())):
@@ -260,7 +260,7 @@ class Engine(CurvatureTaking):
         if weight == 0:
             notes.empty.append(self.accumulation.backwards)
             return
-        name = find_released_use(loss, units)
+        name = find_released_use(loss, self.runtime)
         if name is not None:
             raise released_parameter(*name)
         if not scaled:

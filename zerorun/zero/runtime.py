@@ -19,8 +19,9 @@ backward is for (``take_passes``, ``expect``) and in which part of the model bot
 
 [Note: gradients of gradients]
 A backward with ``create_graph`` makes nodes that read the weights again when they are differentiated, after the pass that
-they belong to is over. The way into them is the gradient of a unit's input: a hook there needs the unit once more, in
-the same backward as its ordinary hook, which comes later. Gradients of parameters are complete after that.
+they belong to is over. The ways into them are the gradients of a unit's inputs and of its parameters: a hook there needs
+the unit once more, in the same backward as its ordinary hook, which comes later. Gradients of parameters are complete after
+that. Parameters get such hooks by the first backward of that kind in a step.
 
 Recomputation (activation checkpointing) enters a unit's forward during a backward: the unit is needed as ever.
 
@@ -39,6 +40,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -225,13 +227,25 @@ def _has(tensors: Iterable[torch.Tensor], whole: torch.Tensor) -> bool:
     return any(tensor is whole or tensor._base is whole for tensor in tensors)
 
 
-class InputHooks:
-    """Hooks on the gradients of units' inputs, for when these are differentiated: see [Note: gradients of gradients]."""
+class GradientHooks:
+    """Hooks on gradients, for when these are differentiated: see [Note: gradients of gradients]."""
 
     def __init__(self, need: Callable[[Unit, torch.Tensor], None]) -> None:
         """``need`` is called with a unit, and the gradient that was differentiated."""
         self._need = need
         self._handles: deque[Any] = deque()  # on inputs that belong to the script, oldest first
+        self._units: dict[int, list[Any]] = {}  # index -> hooks on its parameters
+
+    @property
+    def differentiates(self) -> bool:
+        """True if a backward of this step has built a graph."""
+        return bool(self._units)
+
+    def add_parameters(self, unit: Unit) -> None:
+        """Add hooks to the parameters of ``unit``, to which a backward comes that builds a graph."""
+        if unit.index not in self._units:
+            found = [param for group in unit.trainable for param in group.params]
+            self._units[unit.index] = [param.register_hook(partial(self._on_gradient, unit)) for param in found]
 
     def add(self, unit: Unit, inputs: list[torch.Tensor]) -> None:
         """Add hooks to those of ``inputs`` that require gradients."""
@@ -250,10 +264,11 @@ class InputHooks:
             grad.register_hook(partial(self._need, unit))
 
     def remove(self) -> None:
-        """Remove the hooks from inputs that the script may use again."""
-        for handle in self._handles:
+        """Remove the hooks from parameters, and from inputs that the script may use again."""
+        for handle in (*self._handles, *chain.from_iterable(self._units.values())):
             handle.remove()
         self._handles.clear()
+        self._units.clear()
 
 
 class Runtime:
@@ -279,7 +294,7 @@ class Runtime:
         self._backward: ExecutionTrace | None = None
         self._outstanding: deque[ExecutionTrace] = deque(maxlen=_MAX_OUTSTANDING)  # forwards whose backward may still come
         self._inside = RunningForwards(made.units)
-        self._on_inputs = InputHooks(lambda unit, grad: self._pre_backward(unit, None, grad))
+        self.gradient_hooks = GradientHooks(lambda unit, grad: self._pre_backward(unit, None, grad))
         self._handles: list[Removable] = list(self._install_hooks())
         # Shards that are updated in host memory, in the background, are ready only when their rank says so.
         still = [unit for unit in made.units if not unit.resident and not unit.placement.optimizer]
@@ -359,7 +374,7 @@ class Runtime:
     def _hook_outputs(self, unit: Unit, given: Any, output: Any) -> None:
         inputs = list(tensors_in(given))
         if not unit.resident:
-            self._on_inputs.add(unit, inputs)
+            self.gradient_hooks.add(unit, inputs)
         pre_backward = partial(self._pre_backward, unit, self.gathers.updates if unit.trainable else None)
         for tensor in self._inside.made_by(unit, given, output):
             tensor.register_hook(pre_backward)
@@ -380,7 +395,9 @@ class Runtime:
             )
         if self._backward is not None and self._backward.has_failed:
             self._recover()
-        with torch.no_grad():  # a backward that builds a graph has gradients on
+        if not unit.resident and torch.is_grad_enabled():
+            self.gradient_hooks.add_parameters(unit)
+        with torch.no_grad():
             trace = self._backward or self._begin_backward()
             if unit.index:
                 self._need(trace, unit)
@@ -514,7 +531,7 @@ class Runtime:
         """After a step: nothing is outstanding."""
         self._outstanding.clear()
         self.reducer.forget()
-        self._on_inputs.remove()
+        self.gradient_hooks.remove()
         self._inside.forget_inputs()
 
 

@@ -161,15 +161,16 @@ def restore_module(model: ShardedModel, *, exact: bool = False, as_given: bool =
     model.forget()
 
 
-def find_released_use(loss: torch.Tensor, units: list[Unit]) -> tuple[str, str] | None:
+def find_released_use(loss: torch.Tensor, runtime: Runtime) -> tuple[str, str] | None:
     """Return (parameter, unit) of a parameter in the graph of ``loss`` that was read outside its unit's forward, or None.
 
-    There, the parameter was a placeholder.
+    There, the parameter was a placeholder. The nodes of a backward that built a graph do not tell where they read one: once
+    there was such a backward, the answer is None.
     """
     homes = {
         id(param): (name, unit)
-        for unit in units
-        if not unit.resident
+        for unit in runtime.units
+        if not unit.resident and not runtime.gradient_hooks.differentiates
         for flat_group in unit.flat_groups
         for name, param in zip(flat_group.names, flat_group.params, strict=True)
     }
