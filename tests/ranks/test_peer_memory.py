@@ -387,9 +387,11 @@ def test_late_ranks_change_nothing(world: int, stage: int) -> None:
 # -- ends --------------------------------------------------------------------------------------------------------
 
 SCRIPT = """
-import os, sys, time, torch, zerorun
+import os, signal, sys, time, torch, zerorun
 from torch import nn
 torch.set_num_threads(1)
+def handler(*unused): raise RuntimeError("a worker is killed")
+signal.signal(signal.SIGALRM, handler)
 stage, ending = int(sys.argv[1]), sys.argv[2]
 torch.manual_seed(0)
 model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
@@ -399,6 +401,8 @@ rank = torch.distributed.get_rank()
 for step in range(3):
     if ending == "die in a forward" and rank == 1:
         model[2].register_forward_pre_hook(lambda *unused: os.kill(os.getpid(), 9))
+    if ending == "a handler raises" and step == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.5) if rank == 1 else time.sleep(3)
     loss = engine(torch.ones(2, 64)).square().mean()
     if ending == "die" and step == 2 and rank == 1:
         os.kill(os.getpid(), 9)
@@ -429,6 +433,16 @@ def test_a_killed_rank_is_noticed_at_once(stage: int, ending: str) -> None:
     assert code == 1
     assert last_error(errors).startswith("zerorun.errors.RankLeftError: collective '")
     assert "another rank ended" in last_error(errors)
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+def test_what_a_signal_handler_raises_in_a_wait_is_no_matter_of_other_ranks(stage: int) -> None:
+    """A worker of a data loader that was killed was told as another order of units, or as another rank that ended."""
+    with start_ranks(2, SCRIPT, str(stage), "a handler raises") as (first, second):
+        code, _, errors = second.finish(60 * patience())
+        assert code == 1 and last_error(errors) == "RuntimeError: a worker is killed", errors
+        code, _, errors = first.finish(30 * patience())
+    assert code == 1 and last_error(errors).startswith("zerorun.errors.RankLeftError: "), errors
 
 
 SET_UP = """

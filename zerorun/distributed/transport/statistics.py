@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+import signal
+import traceback
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
@@ -33,11 +35,23 @@ def caught_error() -> OrderError | None:
 
 
 def unanswered(label: str, rank: int, error: BaseException) -> OrderError:
-    """Return the error of a collective that ``rank`` cannot complete because of ``error``."""
+    """Return the error of a collective that ``rank`` cannot complete because of ``error``.
+
+    Raises ``error`` itself if a signal handler has raised it in the wait, as torch's does when a worker of a data loader ends:
+    that is no matter of other ranks.
+    """
+    if _is_of_handler(error):
+        raise error
     made = _unanswered_by(label, rank, error)
     if not _unanswered:
         _unanswered.append(type(made)(str(made)))  # without what its traceback keeps alive
     return made
+
+
+def _is_of_handler(error: BaseException) -> bool:
+    """True if ``error`` was raised by a handler of a signal."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    return any(frame.f_code in handlers for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _unanswered_by(label: str, rank: int, error: BaseException) -> OrderError:
