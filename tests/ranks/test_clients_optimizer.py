@@ -56,6 +56,44 @@ def test_groups_that_are_added_later_are_refused(kind: str, stage: int, offloade
         assert same
 
 
+def change_the_lists(how: str, stage: int, device: str) -> tuple[tuple[str, str], bool]:
+    """What the next step says to it, and whether training goes on with the lists as they were."""
+    weights = []
+    for changes in (True, False):
+        model = build()
+        first, *others = model.parameters()
+        groups = [{"params": [first], "lr": 0.5}, {"params": others}]
+        zero = {"stage": stage, "offload_optimizer": {"device": device}}
+        config = make_config(stage, zero_optimization=zero, optimizer="AdamW")
+        engine = zerorun.initialize(model, config, model_parameters=groups)
+        assert engine.optimizer is not None
+        held = engine.optimizer.param_groups
+        step(engine)
+        if changes:
+            whole, lists = list(held), [list(group["params"]) for group in held]
+            if how == "move":
+                held[0]["params"].append(held[1]["params"].pop())
+            else:
+                held.pop()
+            answer = attempt(lambda: step(engine))  # noqa: B023
+            held[:] = whole
+            for group, own in zip(held, lists, strict=True):
+                group["params"] = own
+        step(engine)
+        weights.append(engine.state_dict())
+        engine.destroy()
+    with_it, without = weights
+    return answer, all(torch.equal(value, without[name]) for name, value in with_it.items())
+
+
+@pytest.mark.parametrize(("how", "stage", "device"), (("move", 3, "none"), ("move", 0, "none"), ("pop", 2, "cpu")))
+def test_changed_lists_of_parameters_are_refused(how: str, stage: int, device: str) -> None:
+    """A tensor has parts of several parameters: one that was moved to another group took them all along."""
+    for (name, text), same in run_ranks(2, change_the_lists, how, stage, device):
+        assert name == "StepError" and text.startswith("the lists of parameters in optimizer.param_groups were changed")
+        assert "Remedy" in text and same
+
+
 def kept_and_copied(own: bool) -> list[Any]:
     """States can be saved and loaded, torch's optimizers copied and pickled; none keeps the engine."""
     model = build()

@@ -79,6 +79,7 @@ class ShardedOptimizer:
         self._split, self._refuses_unused = split, refuse_unused
         self.stepping = False  # the optimizer's step is running
         self._flat_groups = [flat_group for unit in units for flat_group in unit.trainable]
+        self._members = _members_of(optimizer)
         self._updates = 0
         self._never_used: set[tuple[int, int]] = set()  # (id of flat group, entry): no gradient in any update so far
         self.tell_overflow(False)
@@ -158,7 +159,14 @@ class ShardedOptimizer:
                         yield key, number
 
     def refuse_changed_needs(self) -> None:
-        """Raise StepError if settings were changed so that the optimizer cannot be divided any more as it is."""
+        """Raise StepError if groups were changed so that the optimizer cannot be divided any more as it is."""
+        if _members_of(self.optimizer) != self._members:
+            raise StepError(
+                "the lists of parameters in optimizer.param_groups were changed after initialize(). What is in them are "
+                "tensors of the engine, each with parts of several parameters. Weights are those before this step. Remedy: "
+                "put the lists back. A group with lr = 0 stays as it is, and requires_grad_(False) leaves out single "
+                "parameters; for other groups, call engine.destroy() and initialize() with them."
+            )
         if self._watched is not None:
             self._watched.refuse_more()
 
@@ -307,6 +315,12 @@ class ShardedOptimizer:
             else:
                 pieces.append(piece)
         self.pieces = pieces
+        self._members = _members_of(self.optimizer)
+
+
+def _members_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
+    """The tensors of each group, by their id()."""
+    return [[*map(id, group["params"])] for group in optimizer.param_groups]
 
 
 def refuse_new_group(*unused: Any, **also_unused: Any) -> None:

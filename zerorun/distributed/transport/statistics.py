@@ -37,8 +37,8 @@ def caught_error() -> OrderError | None:
 def unanswered(label: str, rank: int, error: BaseException) -> OrderError:
     """Return the error of a collective that ``rank`` cannot complete because of ``error``.
 
-    Raises ``error`` itself if a signal handler has raised it in the wait, as torch's does when a worker of a data loader ends:
-    that is no matter of other ranks.
+    Raises ``error`` itself if a signal handler has raised it in the wait, as torch's does when a worker of a data loader
+    ends: that is no matter of other ranks.
     """
     if _is_of_handler(error):
         raise error
