@@ -72,6 +72,33 @@ class OneLength(Own):
         return velocity / torch.stack([grad.norm() for grad in grads]).norm()
 
 
+class ByPlace(Own):
+    """By the place of a parameter in its group."""
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        (place,) = (n for group in self.param_groups for n, other in enumerate(group["params"]) if other is param)
+        return velocity * (1 + place)
+
+
+class AsksOthers(Own):
+    """Divides the work over ranks by itself, as Keller Jordan's Muon does."""
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        torch.distributed.broadcast(velocity, 0)
+        return velocity
+
+
+class Keyed(Own):
+    """With rates of single parameters in a table of its own."""
+
+    def __init__(self, params: Any, rates: dict[Tensor, float], **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self.rates = rates
+
+    def direction(self, param: Tensor, velocity: Tensor) -> Tensor:
+        return velocity * self.rates.get(param, 1.0)
+
+
 class OwnStates(Own):
     """Element by element, with a state that no piece of a parameter can have a piece of."""
 

@@ -33,9 +33,9 @@ def train_own(case: str, config: dict[str, Any]) -> Result:
 
 ROWS = [
     (name, stage, offload)
-    for name in ("Softsign", "UnitRows", "OfVectors", "OneLength")
+    for name in ("Softsign", "UnitRows", "OfVectors", "OneLength", "ByPlace")
     for stage, offload in ((3, False), (2, True), (1, False), (0, False), (3, True))
-    if name != "OneLength" or stage == 0  # from stage 1 on it is refused, see below
+    if name not in ("OneLength", "ByPlace") or stage == 0  # from stage 1 on it is refused, see below
 ]
 
 
@@ -166,6 +166,8 @@ def test_a_switch_to_more_than_it_was_divided_for_is_an_error(stage: int) -> Non
 def refuse() -> None:
     with pytest.raises(ModelError, match=r"OneLength looks at all parameters together.*stage 1 on 2 ranks.*use stage 0"):
         make_engine(CASES["plain"], config_of("OneLength", 1), topology=shared_topology())
+    with pytest.raises(ModelError, match=r"AsksOthers asks other ranks in its step\(\) \(c10d.broadcast_.*Remedy"):
+        make_engine(CASES["plain"], config_of("AsksOthers", 1), topology=shared_topology())
     with pytest.raises(ModelError, match=r"the state 'factors' of ListedStates has tensors in a list.*state\[parameter\]"):
         make_engine(CASES["plain"], config_of("ListedStates", 1), topology=shared_topology())
     with pytest.raises(ModelError, match="UnitRows needs whole parameters"):

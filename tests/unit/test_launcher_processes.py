@@ -53,7 +53,7 @@ class Job:
         """``hurried``: what gives constants of the launcher's modules other values."""
         self.folder = folder
         (folder / "train.py").write_text(PRELUDE + textwrap.dedent(script))
-        begin = f"import sys; from zerorun.launcher import cli, outcome, screen; {hurried}; sys.exit(cli.main())"
+        begin = f"import sys; from zerorun.launcher import cli, run_outcome, worker_output; {hurried}; sys.exit(cli.main())"
         launcher = ["-c", begin] if hurried else ["-m", "zerorun.launcher.cli"]
         command = [sys.executable, *launcher, *options, "train.py", *args]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **popen}
@@ -423,7 +423,7 @@ def test_a_slow_reader_gets_all_of_the_output(start: Start) -> None:
 
 
 def test_a_signal_ends_the_wait_for_a_reader_and_the_loss_is_told(start: Start) -> None:
-    job = start("print('x' * 499999)", "--nproc=1", hurried="screen.STUCK_SECONDS = 0.2")
+    job = start("print('x' * 499999)", "--nproc=1", hurried="worker_output.STUCK_SECONDS = 0.2")
     assert job.process.stderr is not None
     waits = job.process.stderr.readline().decode()
     found = re.fullmatch(r"\[zerorun\] the job has ended; (\d+) bytes of its stdout wait for .* Remedy: .*\n", waits)
@@ -592,7 +592,7 @@ def test_terminal_that_nobody_reads_does_not_stop_the_launcher(start: Start) -> 
 
 def test_a_worker_that_ended_well_while_others_go_on_is_named_once(start: Start) -> None:
     script = "if rank in (0, 2): time.sleep(2.5)\nif rank == 2: raise RuntimeError('Broken pipe')\n"
-    code, _, err = start(script, "--nproc=3", hurried="outcome.EARLY_SECONDS = 0.3").finish(30)
+    code, _, err = start(script, "--nproc=3", hurried="run_outcome.EARLY_SECONDS = 0.3").finish(30)
     assert code == 1
     note = r"\[zerorun\] rank 1 ended with exit code 0 \d s ago; ranks 0, 2 still run, and will fail if waiting for it\. "
     assert len(re.findall(note, err)) == 1, err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import own_optimizers
@@ -14,7 +15,16 @@ from zerorun.errors import ConfigError, StepError
 from zerorun.ops import single_pass
 from zerorun.optim import optimizer_needs
 from zerorun.optim.optimizer_needs import Needs, makes_states_in_step, try_needs
-from zerorun.optim.optimizers import BY_MATRICES, BY_SUMS, ELEMENTWISE, build_optimizer, needs_of, parts_kind, watched
+from zerorun.optim.optimizers import (
+    BY_MATRICES,
+    BY_SUMS,
+    ELEMENTWISE,
+    build_optimizer,
+    needs_of,
+    parts_kind,
+    warn_of_kept_parameters,
+    watched,
+)
 
 FOUND = {
     "Softsign": Needs.ELEMENTS,
@@ -25,6 +35,7 @@ FOUND = {
     "Noisy": Needs.MATRICES,
     "OwnStates": Needs.MATRICES,
     "OneLength": Needs.MODEL,
+    "ByPlace": Needs.MODEL,
     "DecaysMatrices": Needs.MATRICES,
     "AfterWarmUp": Needs.MATRICES,
     "Switched": Needs.ELEMENTS,
@@ -138,6 +149,17 @@ def test_it_is_tried_again_where_a_script_switches_it(monkeypatch: pytest.Monkey
     group["by"] = "rows"
     with pytest.raises(StepError, match=r"'by' it looks at whole parameters.*elementwise = False"):
         watch.refuse_more()
+
+
+def test_tables_by_parameter_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    """In an engine it finds no parameter there, which was silent: it had the rate of those that are not in the table."""
+    params = [torch.zeros(2), torch.zeros(2)]
+    with caplog.at_level(logging.WARNING, "zerorun"):
+        warn_of_kept_parameters(own_optimizers.Softsign(params))
+        assert not caplog.records
+        warn_of_kept_parameters(own_optimizers.Keyed(params, {params[1]: 0.5}))
+        warn_of_kept_parameters(own_optimizers.Keyed(params, {id(params[1]): 0.25}, lr=0.1))  # type: ignore[dict-item]
+    assert "optimizer Keyed keeps parameters, or their id(), in 'rates'" in caplog.text and "Remedy" in caplog.text
 
 
 def test_a_trial_leaves_tensors_of_the_optimizer_alone() -> None:

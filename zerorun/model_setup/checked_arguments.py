@@ -40,6 +40,7 @@ from ..optim.optimizers import (
     resolve_optimizer,
     settings_of,
     takes_curvature,
+    warn_of_kept_parameters,
 )
 from ..optim.requested_optimizer import RawOptimizer
 from ..pipeline.pipelined import Pipelined
@@ -280,6 +281,7 @@ def _raw_optimizer(
     if client is not None:
         refuse_unusable(client)
         _refuse_used(client)
+        warn_of_kept_parameters(client)
         groups = client.param_groups
     elif config.optimizer is not None:
         name, params = config.optimizer.type, dict(config.optimizer.params)

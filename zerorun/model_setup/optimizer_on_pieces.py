@@ -64,8 +64,10 @@ def shard_optimizer(
 
 
 def _by_group(pieces: Sequence[OptimizerPiece], raw: RawOptimizer) -> list[list[torch.Tensor]]:
+    """The tensors of each group. If they are whole parameters they have the order of these, which an update may go by."""
+    place = {id(param): number for group in raw.groups for number, param in enumerate(group["params"]) if raw.whole}
     tensors: list[list[torch.Tensor]] = [[] for _ in raw.groups]
-    for piece in pieces:
+    for piece in sorted(pieces, key=lambda piece: place.get(id(piece.flat_group.params[piece.runs[0].entry]), 0)):
         tensors[piece.group].append(piece.tensor)
     return tensors
 

@@ -1,12 +1,12 @@
 """What an optimizer needs of the parameters that it updates: any of their elements, sums, whole matrices, or all of them.
 
 Classes that zerorun knows are in a table (optimizers.py). Others are tried on the CPU: copies of the optimizer take a few
-steps on matrices, on the halves of the matrices as flat tensors, and on each matrix alone. Where all come to the same bits,
-the optimizer does not notice what it is given. The matrices are larger than the sizes at which optimizers change their ways
-(8-bit states begin at 4,096 elements), and the halves smaller. Small ones go on for more steps, because some optimizers
-change their ways after a warm-up. All is done again with other numbers in place of settings that are 0, which a script may
-raise later. What is seen to need matrices is tried no further. Where a script changes settings in other ways,
-:class:`WatchedSettings` tries again.
+steps on matrices, on the halves of the matrices as flat tensors, and on each matrix alone and beside another one of its
+group. Where all come to the same bits, the optimizer does not notice what it is given. The matrices are larger than the
+sizes at which optimizers change their ways (8-bit states begin at 4,096 elements), and the halves smaller. Small ones go on
+for more steps, because some optimizers change their ways after a warm-up. All is done again with other numbers in place of
+settings that are 0, which a script may raise later. What is seen to need matrices is tried no further. Where a script
+changes settings in other ways, :class:`WatchedSettings` tries again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import StepError
+from ..errors import ModelError, StepError
 
 _SHAPE, _STEPS = (96, 64), 3
 _SMALL, _MANY = (16, 8), 64  # where there are many groups, fewer steps: at most _UPDATES over all groups
@@ -48,13 +49,16 @@ class Needs(IntEnum):
 def try_needs(make: Make, groups: int) -> Needs:
     """Find out what the optimizer that ``make`` makes, with this number of parameter groups, needs.
 
-    One whose trial fails is taken to need matrices: that is right for all that do not look at other parameters.
+    One whose trial fails is taken to need matrices: that is right for all that do not look at other parameters. Raises
+    ModelError for one that asks other ranks.
     """
     many = min(_MANY, max(_STEPS, _UPDATES // groups))
     for zeros in (True, False):
         for shape, steps in ((_SHAPE, _STEPS), (_SMALL, many)):
             try:
                 found = _compare(make, groups, shape, steps, zeros)
+            except ModelError:
+                raise
             except Exception:  # an optimizer of the user's may raise anything, and will again where the user sees it
                 if zeros:  # otherwise a number that is 0 may be none that can be another
                     return Needs.MATRICES
@@ -74,9 +78,10 @@ def _compare(make: Make, groups: int, shape: tuple[int, int], steps: int, zeros:
         return Needs.MATRICES
     flat = [matrix.view(1 + steps, -1) for matrix in matrices[:groups]]
     halves = [after([tensor.chunk(2, 1)[half] for tensor in flat], 20) for half in range(2)]
-    if all(halves) and [first + second for first, second in zip(*halves, strict=True)] == alone[0]:
-        return Needs.ELEMENTS
-    return Needs.MATRICES if after(matrices, 30) == alone[0] + alone[1] else Needs.MODEL
+    if after(matrices, 30) != alone[0] + alone[1]:
+        return Needs.MODEL
+    by_elements = all(halves) and [first + second for first, second in zip(*halves, strict=True)] == alone[0]
+    return Needs.ELEMENTS if by_elements else Needs.MATRICES
 
 
 def _values_after(make: Make, groups: int, zeros: bool, given: Sequence[Tensor], seed: int) -> list[bytes]:
@@ -97,7 +102,7 @@ def _values_after(make: Make, groups: int, zeros: bool, given: Sequence[Tensor],
         for step in range(len(given[0]) - 1):
             for param, tensor in zip(params, given, strict=True):
                 param.grad = tensor[1 + step].clone()
-            step_once(optimizer)
+            step_alone(optimizer)
     states = [(param, value) for param in params for value in optimizer.state.get(param, {}).values()]
     by_elements = all(not torch.is_tensor(value) or value.dim() == 0 or value.shape == p.shape for p, value in states)
     if params[0].dim() == 1 and not by_elements:
@@ -191,13 +196,36 @@ def step_once(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
+def step_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Take a step as a trial. Raises ModelError if it asks other ranks, which may be at something else."""
+    with _Alone(optimizer):
+        step_once(optimizer)
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses collectives."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__()
+        self._name = type(optimizer).__name__
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            raise ModelError(
+                f"optimizer {self._name} asks other ranks in its step() ({func}), to divide the work by itself. Here each "
+                "rank has other parts of the parameters, and the engine makes the collectives. Remedy: give an optimizer "
+                'that updates whatever it is given; for Muon, "optimizer": {"type": "Muon"} in the configuration.'
+            )
+        return func(*args, **(kwargs or {}))
+
+
 def makes_states_in_step(optimizer: torch.optim.Optimizer) -> bool:
     """True if ``optimizer`` gives parameters the states that they lack when it steps. It is not changed."""
     members = [[torch.zeros(1)] for _ in optimizer.param_groups]
     for (param,) in members:
         param.grad = torch.zeros(1)
     try:
-        step_once(copy_over(optimizer, members))
+        step_alone(copy_over(optimizer, members))
     except Exception:  # Adagrad's is a KeyError, before torch 2.13
         return False
     return True

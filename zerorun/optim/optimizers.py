@@ -230,6 +230,27 @@ def refuse_unusable(optimizer: torch.optim.Optimizer) -> None:
             raise ModelError(f"optimizer {name} {reason} Remedy: {remedy}")
 
 
+def warn_of_kept_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Warn if ``optimizer`` keeps parameters outside of its groups: what it steps in an engine are other tensors."""
+    members = {id(param) for group in optimizer.param_groups for param in group["params"]}
+
+    def has_some(value: Any, depth: int) -> bool:
+        if id(value) in members or (type(value) is int and value in members):
+            return True
+        if depth and isinstance(value, dict):
+            return any(has_some(entry, depth - 1) for both in value.items() for entry in both)
+        return depth > 0 and isinstance(value, (list, tuple, set)) and any(has_some(entry, depth - 1) for entry in value)
+
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
+    kept = [name for name, value in own.items() if has_some(value, 3)]
+    if kept:
+        warn_once(
+            f"optimizer {type(optimizer).__name__} keeps parameters, or their id(), in {' and '.join(map(repr, kept))}. "
+            "What it steps here are other tensors, with parts of parameters, and these it does not find there. If it looks "
+            "for them, updates are not those of one process. Remedy: give settings of single parameters by groups."
+        )
+
+
 def split_state(optimizer: torch.optim.Optimizer, parameter: Tensor, lengths: list[int]) -> list[Tensor]:
     """Replace one 1-D parameter of an optimizer that needs only elements by consecutive views, and return the views.
 

@@ -22,7 +22,7 @@ import torch
 from ..errors import ConfigError, ConfigProblem
 from ..ops.single_pass import SinglePassOptimizer
 from ..ops.state_format import StateFormat
-from ..optim.optimizer_needs import copy_over, step_once
+from ..optim.optimizer_needs import copy_over, step_alone
 from ..optim.optimizers import build_optimizer, keys_in_the_way
 from ..optim.parameter_parts import Part
 from ..optim.requested_optimizer import RawOptimizer
@@ -147,7 +147,7 @@ def _take_step(
         optimizer = build_optimizer(raw.name, raw.params, groups)
     if isinstance(optimizer, SinglePassOptimizer):  # in training it is told formats, too
         optimizer.formats.update(dict.fromkeys(tried.values(), StateFormat.FP32))
-    step_once(optimizer)
+    step_alone(optimizer)
     apart = {key: value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
     return {trial: optimizer.state.get(param, {}) for trial, param in tried.items()}, apart
 
@@ -179,7 +179,7 @@ def new_states(optimizer: torch.optim.Optimizer, group: int, tensor: torch.Tenso
     members[group].append(torch.zeros_like(tensor))
     members[group][0].grad = torch.zeros_like(tensor)
     stepped = copy_over(optimizer, members)
-    step_once(stepped)
+    step_alone(stepped)
     return stepped.state[members[group][0]]
 
 
