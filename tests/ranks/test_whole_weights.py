@@ -12,6 +12,7 @@ import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
 from models import CASES
+from small_disk import run_on_small_disk
 from torch import nn
 from training import make_config, make_engine, run_steps
 
@@ -121,6 +122,31 @@ def test_what_is_no_tensor_is_as_in_torch(stage: int, pipelined: bool, tmp_path:
         for weights in found:
             assert list(weights) == ["0.weight", "0.bias", "1.weight", "1.bias", "1._extra_state"]
             assert weights["1._extra_state"] == {"calls": 3, "names": ["a"]}
+
+
+FULL = """
+import torch, zerorun
+from zerorun.deepspeed.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
+from pathlib import Path
+config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}}
+engine = zerorun.initialize(torch.nn.Linear(1000, 1000), config)
+engine.save_checkpoint("kept")
+kept = sorted(path.name for path in Path("kept").rglob("*"))
+for write in (lambda: engine.save_16bit_model("kept"), lambda: convert("kept", "kept"),
+              lambda: convert("kept", "kept", safe_serialization=True)):
+    try:
+        write()
+    except zerorun.errors.CheckpointError as error:
+        print(error)
+    assert sorted(path.name for path in Path("kept").rglob("*")) == kept
+"""
+
+
+def test_a_full_disk_is_told_as_one(tmp_path: Path) -> None:
+    """torch.save says what it has not written instead, and half a file stayed of zero_to_fp32."""
+    said = run_on_small_disk(FULL, tmp_path, mebibytes=6).splitlines()
+    assert len(said) == 3 and all("No space left on device" in line for line in said), said
+    assert all("MiB are free). Remedy: make room" in line for line in said[:2]), said
 
 
 def unwritable(folder: Path) -> list[str]:

@@ -1495,7 +1495,7 @@ def test_a_save_that_was_killed_before_latest(tmp_path: Path) -> None:
         (errno.EROFS, "Remedy: let this user read and write there"),
         (errno.ENOTDIR, "so name another directory"),
         (errno.EEXIST, "so name another directory"),
-        (errno.ENOSPC, "GB are free). Remedy: make room"),
+        (errno.ENOSPC, "iB are free). Remedy: make room"),
         (errno.EDQUOT, "Remedy: make room, or let this user have more"),
         (errno.ENOENT, "Remedy: see that its file system is mounted"),
         (errno.ESTALE, "Remedy: see that its file system is mounted"),

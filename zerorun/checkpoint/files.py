@@ -104,8 +104,13 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        of_disk = (
+            error.__context__ if isinstance(error, RuntimeError) else error
+        )  # torch.save's is of what it has not written
+        if isinstance(of_disk, OSError) and of_disk.filename is None:
+            raise OSError(of_disk.errno, of_disk.strerror, str(path)) from error
         raise
 
 

@@ -28,7 +28,7 @@ from ..distributed.topology import Topology
 from ..distributed.transport.world import HostGroup
 from ..distributed.waits import waiting
 from ..errors import CheckpointError, DamagedError, MessageError
-from ..log import logger
+from ..log import in_bytes, logger
 from ..watch.board import only
 
 _PATIENCE = timedelta(days=1)
@@ -177,7 +177,7 @@ def _remedy(error: OSError) -> str:
     if error.errno == errno.ENOSPC and error.filename:
         with suppress(OSError):
             free = shutil.disk_usage(Path(error.filename).parent).free
-            return f" ({free / 1e9:.2f} GB are free). Remedy: make room"
+            return f" ({in_bytes(free)} are free). Remedy: make room"
     return _REMEDIES.get(error.errno or 0, "")
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 
 from ..checkpoint.cli import export
 from ..checkpoint.cli.choose import locate, open_reader
+from ..checkpoint.files import replace_file
+from ..checkpoint.ranks import attempt
 from ..checkpoint.write_plan import MODEL
 from ..errors import CheckpointError
 from ..log import listed, logger
@@ -77,8 +80,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """Write the fp32 weights of a checkpoint into ``output_dir``, in files of at most ``max_shard_size`` bytes (or "5GB").
 
     They are pytorch_model.bin or, with ``safe_serialization``, model.safetensors; several come with an index, as
-    transformers reads it. Raises CheckpointError as ``get_fp32_state_dict_from_zero_checkpoint`` does, and if
-    huggingface_hub is not installed.
+    transformers reads it. Raises CheckpointError as ``get_fp32_state_dict_from_zero_checkpoint`` does, if files cannot be
+    written, and if huggingface_hub is not installed.
     """
     try:
         from huggingface_hub import split_torch_state_dict_into_shards  # comes with transformers, which reads the result
@@ -95,18 +98,31 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     limit = max_shard_size if max_shard_size is not None else sum(tensor.nbytes for tensor in state.values()) + 1
     split = split_torch_state_dict_into_shards(state, filename_pattern=name, max_shard_size=limit)
     out = Path(output_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    for file, names in split.filename_to_tensors.items():
-        part = {name: state[name] for name in names}
-        unfinished = out / f".{file}.{os.getpid()}"  # several ranks may call this, and none may read half a file
-        if safe_serialization:
-            save_file(part, unfinished, metadata={"format": "pt"})
-        else:
-            torch.save(part, unfinished)
-        unfinished.replace(out / file)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (out / f"{name.format(suffix='')}.index.json").write_text(json.dumps(index, indent=2))
+
+    def write() -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        for file, names in split.filename_to_tensors.items():
+            _write({name: state[name] for name in names}, out / file, safe=safe_serialization)
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (out / f"{name.format(suffix='')}.index.json").write_text(json.dumps(index, indent=2))
+
+    problem = attempt(write)[1]
+    if problem is not None:
+        raise problem.error()
+
+
+def _write(weights: dict[str, torch.Tensor], path: Path, *, safe: bool) -> None:
+    """Several ranks may call this, and none may read half a file."""
+    if not safe:
+        replace_file(path, partial(torch.save, weights))
+        return
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        save_file(weights, unfinished, metadata={"format": "pt"})
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

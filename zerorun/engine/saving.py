@@ -259,7 +259,7 @@ class Saving(Outcomes):
         problem = attempt(write)[1] if found is not None else None
         for other in self.sharded_model.comm.control.values(problem):  # nobody reads the file before it is there
             if other is not None:
-                raise CheckpointError(f"save_16bit_model() could not write {path}: {other.text}")
+                raise CheckpointError(f"save_16bit_model() could not write its file. {other.text}")
         return True
 
     save_fp16_model = save_16bit_model
