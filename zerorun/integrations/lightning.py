@@ -32,6 +32,7 @@ from ..config.source import read_source
 from ..engine.engine import Engine
 from ..engine.initialize import initialize
 from ..errors import CheckpointError, ConfigError, ConfigProblem, StepError
+from ..log import warn_once
 from ..zero.gathered_parameters import GatheredParameters
 
 _CLIPPING = 'say the norm to Trainer(gradient_clip_val=...), or as "gradient_clipping" in the file, and leave out the call.'
@@ -206,6 +207,7 @@ class ZerorunStrategy(DDPStrategy):
         super().__init__(**kwargs)
         self._given = config
         self._engine: Engine | None = None
+        self._has_trained = False  # an engine that is gone had an optimizer
         self._failed = False  # the engine's fit or evaluation ended with an exception
         self._dtypes: dict[str, torch.dtype] = {}  # of the module's parameters and buffers before there was an engine
         self._forward_redirection = _ForwardRedirection()
@@ -326,6 +328,7 @@ class ZerorunStrategy(DDPStrategy):
             return  # without what moves the module and the optimizer to the CPU
         self._engine = None
         if engine is not None:
+            self._has_trained = self._has_trained or engine.optimizer is not None
             assert self.lightning_module is not None
             if self._failed:
                 engine.give_back(exact=exact)  # whatever became of the last step: the exception is what counts
@@ -378,9 +381,18 @@ class ZerorunStrategy(DDPStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save the engine with Lightning's states into the directory ``filepath``, or weights alone into a file."""
+        """Save the engine with Lightning's states into the directory ``filepath``, or weights alone into a file.
+
+        Where there is no engine any more, it is a file, without states of the optimizer: a warning says so.
+        """
         filepath, engine = self.broadcast(filepath), self._live
         if engine is None:
+            if self._has_trained and "optimizer_states" in checkpoint:
+                warn_once(
+                    f"{filepath} has weights, and no states of the optimizer: the engine that had them ended with fit(). "
+                    "Training cannot go on from it. Remedy: save while it trains, by ModelCheckpoint(save_last=True) or in "
+                    "on_train_end(); weights_only=True says that weights are meant."
+                )
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif "optimizer_states" in checkpoint:
             kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
