@@ -152,6 +152,7 @@ def test_what_replaces_a_trained_weight_is_not_dropped_by_a_save(stage: int, tmp
         for kind, text in errors:
             assert kind in ("ModelError", "CheckpointError")
             assert "parameter '0.weight' was given another tensor after initialize()" in text and "Remedy" in text
+            assert "its dtype is what it was" in text and "set bf16" not in text
         assert after == ("nothing", "")
 
 

@@ -168,11 +168,13 @@ class ScriptGuard:
         """
         for group, entry in (found for unit in self._units for found in unit.replaced()):
             if id(group.params[entry]) not in self.held and not group.take_in(entry):
+                instead = "its dtype is what it was, so leave out the call, or the option"
+                if group.params[entry].dtype != group.plan.dtype:
+                    instead = "to compute in 16 bits, set bf16 or fp16 in the configuration"
                 raise ModelError(
                     f"parameter {group.names[entry]!r} was given another tensor after initialize(), by param.data = ... or "
                     "by a call like model.half() or model.to(...), which Trainer makes for bf16_full_eval and "
-                    f"fp16_full_eval; its optimizer does not know. Remedy: {_BY_COPY}; to compute in 16 bits, set bf16 or "
-                    "fp16 in the configuration."
+                    f"fp16_full_eval; its optimizer does not know. Remedy: {_BY_COPY}; {instead}."
                 )
 
     def refuse_edits(self, *, surely: bool = False) -> None:
