@@ -106,9 +106,8 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         temporary.replace(path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        of_disk = (
-            error.__context__ if isinstance(error, RuntimeError) else error
-        )  # torch.save's is of what it has not written
+        # torch.save ends in an error of its own, about what it has not written.
+        of_disk = error.__context__ if isinstance(error, RuntimeError) else error
         if isinstance(of_disk, OSError) and of_disk.filename is None:
             raise OSError(of_disk.errno, of_disk.strerror, str(path)) from error
         raise
