@@ -179,6 +179,23 @@ def test_gradients_of_inputs_are_no_matter_of_other_ranks(stage: int, loss: Call
     assert max(run_ranks(2, only_on_one, loss, stage)) < 1e-6
 
 
+def with_some_frozen(stage: int) -> dict[str, torch.Tensor]:
+    engine = zerorun.initialize(build(recompute=False), make_config(stage, optimizer="SGD"))
+    engine.module.blocks[1][2].weight.requires_grad_(False)
+    for step in range(2):
+        engine.backward(zero_centred(engine, data(dist.get_rank(), step)))
+        engine.step()
+    found = engine.state_dict()
+    engine.destroy()
+    return found
+
+
+def test_penalties_train_what_is_not_frozen_meanwhile() -> None:
+    usual = run_ranks(2, with_some_frozen, 0)[0]
+    for found in run_ranks(2, with_some_frozen, 3):
+        assert apart(found, usual) < 1e-5
+
+
 def through_the_step(stage: int) -> dict[str, torch.Tensor]:
     """``loss.backward(create_graph=True)``: the engine keeps the gradients' values, not their graph."""
     engine = zerorun.initialize(build(recompute=False), make_config(stage, optimizer="SGD"))

@@ -244,7 +244,7 @@ class GradientHooks:
     def add_parameters(self, unit: Unit) -> None:
         """Add hooks to the parameters of ``unit``, to which a backward comes that builds a graph."""
         if unit.index not in self._units:
-            found = [param for group in unit.trainable for param in group.params]
+            found = [param for group in unit.trainable for param in group.params if param.requires_grad]
             self._units[unit.index] = [param.register_hook(partial(self._on_gradient, unit)) for param in found]
 
     def add(self, unit: Unit, inputs: list[torch.Tensor]) -> None:
