@@ -175,7 +175,8 @@ class Reducer:
             raise ModelError(
                 f"parameter {names[0]!r} got a gradient while the weights of its unit {unit.name!r} were not on this rank: "
                 "the loss depends on something that the unit's forward has neither returned nor put into its arguments, "
-                "such as a loss that it keeps as an attribute. Remedy: let it return that, or use stage 2."
+                "such as a loss that it keeps as an attribute; or the forward ran under torch.vmap. Remedy: let it return "
+                "that, or use stage 2."
             )
 
     def _refuse_placeholder(self, unit: Unit) -> None:
