@@ -226,7 +226,7 @@ def makes_states_in_step(optimizer: torch.optim.Optimizer) -> bool:
         param.grad = torch.zeros(1)
     try:
         step_alone(copy_over(optimizer, members))
-    except Exception:  # Adagrad's is a KeyError, before torch 2.13
+    except Exception:  # Adagrad's is a KeyError, before torch 2.12
         return False
     return True
 
