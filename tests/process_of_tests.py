@@ -15,7 +15,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from forked_scripts import start_server
 
 _SHARED = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "zerorun.engine.initialize")
-# They import accelerate. Where that has found no DeepSpeed, no script that is forked from here can begin the DeepSpeed mode.
+# They import accelerate. Where that finds no DeepSpeed, no script that is forked from here can begin the DeepSpeed mode.
 _WITH_DEEPSPEED = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "peft")
 IMPORT_NOTHING = "TESTS_IMPORT_NOTHING"  # in the environment of a run whose tests need none of these
 
