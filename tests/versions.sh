@@ -27,7 +27,7 @@ for python in "${pythons[@]}"; do
     if ! { "$python" -m venv "$environment" && "$environment/bin/pip" install --quiet "torch==$torch.*" -e '.[test]'; } >"$log" 2>&1; then
       echo "$python, torch $torch: CANNOT BE INSTALLED: $(tail -n 1 "$log")"
       failed=1
-    elif PATH=$environment/bin:$PATH "$environment/bin/python" -m pytest -q "${core[@]}" >"$log" 2>&1; then
+    elif PATH=$environment/bin:$PATH "$environment/bin/python" -m pytest -q -n 3 "${core[@]}" >"$log" 2>&1; then
       echo "$python, torch $torch: $(tail -n 1 "$log")"
     else
       echo "$python, torch $torch: FAILED"
