@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import importlib.util
 import os
 import select
 import signal
@@ -164,8 +165,7 @@ def serve(control: Connection) -> str:
         except EOFError:
             os._exit(0)
         if isinstance(order, list):
-            for name in order:
-                importlib.import_module(name)
+            prepare(*order)
             keep_imported()
             continue
         if isinstance(order, int):
@@ -234,9 +234,15 @@ def listen(socket: str) -> tuple[Any, Connection, Sequence[str]]:
 
 
 def prepare(*modules: str) -> None:
-    """Import what scripts share."""
+    """Import what processes share.
+
+    Some import accelerate. Where that finds no DeepSpeed, no process that is forked from here could begin the DeepSpeed
+    mode: such a module is left to who needs it.
+    """
+    left = () if importlib.util.find_spec("deepspeed") else ("accelerate", "peft", "transformers")
     for module in modules:
-        importlib.import_module(module)
+        if module.split(".")[0] not in left:
+            importlib.import_module(module)
 
 
 def main(control: Connection, *modules: str) -> None:

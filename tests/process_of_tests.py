@@ -5,18 +5,17 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import sys
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 
+import forked_scripts
 from forked_scripts import start_server
 
 _SHARED = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "zerorun.engine.initialize")
-# They import accelerate. Where that finds no DeepSpeed, no script that is forked from here can begin the DeepSpeed mode.
-_WITH_DEEPSPEED = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "peft")
+_IF_THERE = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "peft", "hypothesis")
 IMPORT_NOTHING = "TESTS_IMPORT_NOTHING"  # in the environment of a run whose tests need none of these
 
 
@@ -24,9 +23,7 @@ def prepare(*_: str) -> None:
     """Import what most modules of tests do."""
     if IMPORT_NOTHING in os.environ:
         return
-    also = (*(_WITH_DEEPSPEED if importlib.util.find_spec("deepspeed") else ()), "hypothesis")
-    for name in (*_SHARED, *(name for name in also if importlib.util.find_spec(name.split(".")[0]))):
-        importlib.import_module(name)
+    forked_scripts.prepare(*_SHARED, *(name for name in _IF_THERE if importlib.util.find_spec(name.split(".")[0])))
 
 
 def main(control: Connection, folder: str, code: str) -> None:

@@ -30,6 +30,7 @@ from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any, NoReturn
 
+import forked_scripts
 import torch
 import torch._dynamo  # what optimizers and determinism import late: a second of each rank
 import torch.distributed as dist
@@ -279,8 +280,7 @@ def be_rank(rank: int, pipe: Connection, folder: str) -> NoReturn:
 
 def prepare(folder: str, *libraries: str) -> None:
     """Import what nurseries share."""
-    for library in libraries:
-        importlib.import_module(library)
+    forked_scripts.prepare(*libraries)
 
 
 def main(control: Connection, folder: str, *libraries: str) -> None:
