@@ -10,7 +10,8 @@ Everything happens in one thread and one ``select`` loop. What ends a job:
 * *The job hangs*: ranks wait for one that does not come (zerorun/watch). The user is told first.
 * *The launcher gets SIGINT, SIGTERM or SIGHUP.* The signal is passed on once; another Ctrl-C kills the workers at once.
   SIGUSR1 and SIGUSR2 are passed to the workers and end nothing here.
-* *A worker ends well while others go on.* This ends nothing, but after EARLY_SECONDS (run_outcome.py) the user is told.
+* *A worker ends well while others go on.* This ends nothing, but after EARLY_SECONDS the user is told once
+  (run_outcome.py).
 * *Nobody reads the output at the end.* The launcher waits for the reader, until it is gone or another signal comes.
 * *The launcher is killed.* See bootstrap.py for its own workers. The lines to other hosts break, and agents end theirs.
 

@@ -1,6 +1,8 @@
 """Workers in reserve: processes that have imported PyTorch and zerorun, from which a worker is forked when it is needed.
 
-    python -u -m zerorun.launcher.warm_workers SOCKET   by the supervisor of a host; SOCKET: an open file, a Unix socket
+    python -u -m zerorun.launcher.warm_workers SOCKET      SOCKET: an open file, a Unix socket
+
+The supervisor of a host starts it.
 
 To import takes longer than all else in a restart, and none of it depends on the rank. What does depend on the environment,
 such as the number of threads, is there from the beginning; a worker with other such variables is started afresh. What is

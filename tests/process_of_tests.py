@@ -12,7 +12,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 
 import forked_scripts
-from forked_scripts import start_server
 
 _SHARED = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "zerorun.engine.initialize")
 _IF_THERE = ("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama", "peft", "hypothesis")
@@ -39,7 +38,7 @@ def main(control: Connection, folder: str, code: str) -> None:
 
 
 if __name__ == "__main__":
-    ours, process = start_server(__file__, dict(os.environ), os.getcwd(), sys.argv[-1], shares=True)
+    ours, process = forked_scripts.start_server(__file__, dict(os.environ), os.getcwd(), sys.argv[-1], shares=True)
     for descriptor in range(3):
         send_handle(ours, descriptor, process.pid)
         os.close(descriptor)

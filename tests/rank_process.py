@@ -35,7 +35,6 @@ import torch
 import torch._dynamo  # what optimizers and determinism import late: a second of each rank
 import torch.distributed as dist
 from follow_device import follow_the_device, packed
-from forked_scripts import end_with_parent
 from harness import Job, device, of_this_job, stack_file
 
 import zerorun.engine.initialize  # noqa: F401  (what engines need)
@@ -264,7 +263,7 @@ def nursery(control: Connection, folder: str) -> None:
 
 def be_rank(rank: int, pipe: Connection, folder: str) -> NoReturn:
     """What a forked process does."""
-    end_with_parent()
+    forked_scripts.end_with_parent()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     random.seed()
     code = 1
@@ -294,6 +293,6 @@ def main(control: Connection, folder: str, *libraries: str) -> None:
 
 
 if __name__ == "__main__":
-    end_with_parent()
+    forked_scripts.end_with_parent()
     prepare(*sys.argv[2:])
     main(Connection(int(sys.argv[1])), *sys.argv[2:])

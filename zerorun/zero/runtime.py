@@ -395,7 +395,7 @@ class Runtime:
             )
         if self._backward is not None and self._backward.has_failed:
             self._recover()
-        if not unit.resident and torch.is_grad_enabled():
+        if not unit.resident and torch.is_grad_enabled():  # a backward that builds a graph
             self.gradient_hooks.add_parameters(unit)
         with torch.no_grad():
             trace = self._backward or self._begin_backward()
