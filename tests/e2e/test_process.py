@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -301,6 +302,26 @@ def test_importing_is_light_and_silent() -> None:
     code = f"import sys, torch, zerorun.engine.initialize; print([m for m in {heavy} if m in sys.modules])"
     done = start([sys.executable, "-c", code])
     assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_training_imports_no_compiler() -> None:
+    """It takes longer than PyTorch itself. (An optimizer of torch.optim imports it when it is made.)"""
+    code = """
+        import sys, torch, zerorun
+        for kind, stage in [("AdamW", 0), ("AdamW", 3), ("Muon", 3), ("Lamb", 2), ("Adafactor", 3)]:
+            model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+            zero = {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {})
+            config = {"train_batch_size": 1, "zero_optimization": zero, "optimizer": {"type": kind}}
+            engine = zerorun.initialize(model=model, config=config)
+            for _ in range(2):
+                engine.backward(engine(torch.ones(1, 2)).sum())
+                engine.step()
+            engine.destroy()
+            if "torch._dynamo" in sys.modules:
+                sys.exit(f"{kind} at stage {stage} has imported it")
+    """
+    done = start([sys.executable, "-c", textwrap.dedent(code)])
+    assert done.returncode == 0, done.stderr
 
 
 def test_config_command(tmp_path: Path) -> None:

@@ -209,6 +209,11 @@ class _Alone(TorchDispatchMode):
         super().__init__()
         self._name = type(optimizer).__name__
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False to PyTorch, whose wrapper for skipped classes imports the compiler: a second of initialize()."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
             raise ModelError(

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from zerorun.distributed.tensor_shard import TensorShard
+from zerorun.ops.single_pass import SinglePassOptimizer
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class PartsOptimizer(torch.optim.Optimizer):
     1-D fp32 tensors, and a step may leave anything in their gradients, which are of no use afterwards.
     """
 
+    add_param_group = SinglePassOptimizer.add_param_group  # does not import the compiler
     factors: frozenset[str] = frozenset()  # names of states that have not one value for each element
     parts: tuple[Part, ...] = ()  # of all parameters that this rank's pipeline stage trains
     _places: Mapping[Tensor, int] = {}  # tensor -> the index of its part
