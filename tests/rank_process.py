@@ -44,6 +44,7 @@ from zerorun.distributed.transport import open_shards
 from zerorun.zero import gathers, gradients
 
 _LEAK_BYTES = 16 * 2**20  # that a job may keep: caches of libraries
+_RARELY = 50_000  # objects more than before, until garbage is collected
 _GRACE_S = 1.0  # for threads that are ending
 _KEPT_THREADS = ("zerorun waits", "tqdm_monitor")  # one for the process
 
@@ -238,6 +239,7 @@ def nursery(control: Connection, folder: str) -> None:
     """Fork ranks, and tell how they ended, until the test process closes the pipe. They end with this process."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(_RARELY)  # which takes a twentieth less time: jobs are short, and after each all is looked through
     while True:
         try:
             what, *about = control.recv()

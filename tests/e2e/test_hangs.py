@@ -194,7 +194,7 @@ EXPERTS, HEADS, KEYS = "experts: counts", "context: rows to heads forward", "con
 @pytest.mark.parametrize(
     ("kind", "stage", "transport", "label"),
     [
-        ("experts", 2, "memory", EXPERTS),
+        pytest.param("experts", 2, "memory", EXPERTS, marks=night),
         pytest.param("experts", 3, "sockets", EXPERTS, marks=night),
         pytest.param("ulysses", 0, "memory", HEADS, marks=night),
         pytest.param("gather", 3, "sockets", KEYS, marks=night),

@@ -130,7 +130,8 @@ def _closed(one: Timed) -> StepTime:
     return step_time(OLMO_70B, one.candidate, cluster, calibration_of(cluster.gpu))
 
 
-@pytest.mark.parametrize("gpus", by_day(("16xA100-40", "64xH100"), "64xH100"))
+@pytest.mark.nightly
+@pytest.mark.parametrize("gpus", ("16xA100-40", "64xH100"))
 def test_better_clusters_never_plan_worse(gpus: str) -> None:
     cluster, goal = cluster_of(gpus), Goal(2048, 256)
     base = search(OLMO_7B, cluster, goal)
