@@ -98,6 +98,7 @@ def test_lightning_keeps_the_engine_after_an_exception(found: dict[str, Any], st
     compare(found["lightning"], "interrupted", stage)
 
 
+@pytest.mark.nightly
 def test_lightning_gives_the_module_of_one_rank_back_after_an_exception() -> None:
     pytest.importorskip("lightning", reason="needs Lightning: pip install -e '.[clients]'")
     alone = found_by("lightning", "interrupted", ranks=1)
