@@ -124,6 +124,11 @@ class EpochLoader:
         self._dataset_state: Any = None  # the state that the dataset continues from, until a batch was received
         self._start_epoch(0)
         self._loader(None)  # so that the DataLoader raises its errors for wrong arguments here
+        if self.length and not len(self):
+            warn_once(
+                f"a dataset of {self.length} samples gives no batch: a batch of all ranks takes {self._samples}, and "
+                "dataloader_drop_last leaves out what is less. Remedy: a smaller micro-batch, or keep the last one."
+            )
 
     def __len__(self) -> int:
         """Return the number of batches of a full epoch on this rank."""
@@ -160,6 +165,8 @@ class EpochLoader:
         """
         state: dict[str, Any] = {"seed": self.seed, "length": self.length, "epoch": self.epoch, "shuffle": self.shuffle}
         state |= {"position": self.position, "skipped": [list(piece) for piece in self._skipped]}
+        if self.length is None:
+            state["read_by"] = self._read_by()
         if self._resumable:
             waiting = self._dataset_state  # some datasets show a loaded state only once they are read
             state["dataset"] = self.dataset.state_dict() if waiting is None else waiting  # type: ignore[attr-defined]
@@ -197,6 +204,24 @@ class EpochLoader:
                 f"{state['position']} samples of an iterable dataset were read: not a multiple of {self._samples}, one "
                 f"batch of {self.batch_size} on every rank. Remedy: choose a batch size that makes it one, or pass "
                 'allow_missing=["data"] to load_checkpoint() to begin with the data anew.'
+            )
+        readers = state.get("read_by", self._read_by())
+        if self.length is None and not continues and state["position"] and readers != self._read_by():
+            self._refuse_other_workers(readers)
+
+    def _read_by(self) -> list[int]:
+        """[ranks, workers of each, samples in a batch]: with workers, the order of an iterable dataset depends on them."""
+        return [self.topology.data_parallel_size, self._options["num_workers"], self.batch_size]
+
+    def _refuse_other_workers(self, readers: list[int]) -> None:
+        """Raise CheckpointError if an iterable dataset that ``readers`` have read comes in another order now."""
+        both = readers, self._read_by()
+        if any(workers for _, workers, _ in both):
+            then, now = (f"{ranks} ranks with {workers} workers and batches of {size}" for ranks, workers, size in both)
+            raise CheckpointError(
+                f"an iterable dataset was read by {then}, and would be by {now}: its workers give samples in another "
+                'order. Remedy: the same numbers, no workers in both runs, or pass allow_missing=["data"] to '
+                "load_checkpoint() to begin with the data anew."
             )
 
     def _divided(self, divide: bool) -> Dataset[Any]:
@@ -261,7 +286,8 @@ class EpochLoader:
             lost = self.position // self._samples
             warn_once(
                 f"the dataset {type(self.dataset).__name__} cannot continue in the middle: {lost} batches per rank are "
-                "read and thrown away. To avoid it, give the dataset state_dict() and load_state_dict() and use no workers."
+                "read and thrown away. Samples in an order that it draws from global random generators come in another one "
+                "now. To avoid both, give the dataset state_dict() and load_state_dict() and use no workers."
             )
             with torch.random.fork_rng(devices=[]):  # so that a restored random state is not changed
                 next(islice(batches, lost, lost), None)

@@ -330,3 +330,25 @@ def test_config_command(tmp_path: Path) -> None:
     done = start([sys.executable, "-m", "zerorun.config", str(config), "--world-size", "64"])
     assert done.returncode == 2
     assert "zero_optimization" in done.stdout + done.stderr
+
+
+FORKING = """
+import os, sys, torch, zerorun
+engine = zerorun.initialize(torch.nn.Linear(4, 4), {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}})
+def train():
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+train()
+child = os.fork()
+if not child:
+    sys.exit(3)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+train()
+"""
+
+
+def test_a_process_that_the_script_forks_ends_by_itself() -> None:
+    """It has the groups of its parent, but not their threads: whoever leaves a group waits for these."""
+    with start_ranks(2, FORKING) as scripts:
+        for code, out, errors in [script.finish(60 * patience()) for script in scripts]:
+            assert (code, out) == (0, "3\n"), errors

@@ -732,3 +732,38 @@ def asynchronous(folder: str) -> tuple[list[float], list[float]]:
 def test_an_asynchronous_save_is_of_the_instant_of_the_call(tmp_path: Path) -> None:
     for losses, again in run_ranks(2, asynchronous, str(tmp_path)):
         assert losses == again
+
+
+class Spectral(nn.Module):
+    """Its buffer is one that torch conjugates where it is read, also after a forward."""
+
+    def __init__(self, values: list[complex]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("spectrum", torch.tensor(values).conj())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.spectrum = (self.spectrum * 1j).conj()
+        return self.layer(x)
+
+
+def spectra(folder: str) -> list[torch.Tensor]:
+    config = make_config(3)
+    engine = zerorun.initialize(Spectral([1 + 2j, 3 - 1j]), config)
+    engine.backward(engine(torch.ones(2, 2)).sum())
+    engine.step()
+    engine.save_checkpoint(folder)
+    found = [engine.module.spectrum.clone(), engine.state_dict()["spectrum"].clone()]
+    engine.destroy()
+    engine = zerorun.initialize(Spectral([0j, 0j]), config)
+    engine.load_checkpoint(folder)
+    found.append(engine.module.spectrum.clone())
+    engine.destroy()
+    return [torch.view_as_real(value.resolve_conj()) for value in found]
+
+
+def test_buffers_that_torch_conjugates_later_come_back(tmp_path: Path) -> None:
+    wanted = torch.view_as_real((torch.tensor([1 - 2j, 3 + 1j]) * 1j).conj().resolve_conj())
+    for found in run_ranks(2, spectra, str(tmp_path)):
+        for value in found:
+            assert torch.equal(value, wanted)

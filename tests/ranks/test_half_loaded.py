@@ -226,14 +226,21 @@ def test_moments_of_what_was_frozen_begin_afresh_only_if_asked(stage: int, tmp_p
     run_ranks(2, load_thawed, str(tmp_path), stage)
 
 
+SCHEDULES = {
+    "cosine": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100),
+    "steps": partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
+    "exponential": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9),  # its state is a part of that of steps
+}
+
+
 def other_schedule(folder: str, kinds: list[str]) -> None:
     """Neither schedule goes on from the state of the other, and the engine trains on after the error."""
     for kind, tag in zip(kinds, ("before", None), strict=True):
-        warmup = {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}
         if kind == "warmup":
+            warmup = {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}
             engine = make(0, make_config(1, scheduler=warmup))
         else:
-            engine = make(0, make_config(1), lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100))
+            engine = make(0, make_config(1), lr_scheduler=SCHEDULES[kind])
         if tag is not None:
             train(engine, 0, 3)
             engine.save_checkpoint(folder, tag)
@@ -251,7 +258,7 @@ def other_schedule(folder: str, kinds: list[str]) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("kinds", (["cosine", "warmup"], ["warmup", "cosine"]))
+@pytest.mark.parametrize("kinds", (["cosine", "warmup"], ["warmup", "cosine"], ["steps", "exponential"]))
 def test_a_schedule_of_another_kind_is_refused_before_anything_changes(kinds: list[str], tmp_path: Path) -> None:
     run_ranks(2, other_schedule, str(tmp_path), kinds)
 

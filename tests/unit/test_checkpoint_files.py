@@ -157,6 +157,15 @@ def test_plain_values_come_back(value: Any) -> None:
     assert same(through_json(value), value)
 
 
+def test_tensors_that_torch_conjugates_later_are_stored_as_they_are() -> None:
+    """Their memory has other values: a bit says that they are to be conjugated, or have another sign."""
+    conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
+    kept: dict[str, torch.Tensor] = {}
+    encode([conjugate, conjugate.imag], kept, "place")
+    assert [torch.view_as_real(kept["place[0]"]).tolist(), kept["place[1]"].tolist()] == [[[1, -2], [3, 1]], [-2, 1]]
+    assert not any(value.is_conj() or value.is_neg() for value in kept.values())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_tensors_of_all_dtypes_come_back(dtype: torch.dtype) -> None:
     for shape in ((), (0,), (3,), (2, 0, 5), (2, 3, 1)):

@@ -677,6 +677,27 @@ def test_a_streams_position_must_be_whole_batches(warnings: list[str]) -> None:
     assert next(iter(other)).tolist() == [6]
 
 
+@pytest.mark.parametrize("changed", [{"num_workers": 0}, {"num_workers": 2}, {"world": 1}, {"batch": 4}])
+def test_workers_that_give_a_stream_in_another_order_are_refused(changed: dict[str, int]) -> None:
+    """They divide it, so that samples would be lost, and others come twice."""
+    usual = {"world": 2, "num_workers": 1, "batch": 2}
+    loader = make(ByWorker(24), **usual)
+    before = loader.state_dict()
+    next(iter(loader))
+    other = make(ByWorker(24), **(usual | changed))
+    other.load_state_dict(before)  # nothing was read
+    told = r"read by 2 ranks with 1 workers and batches of 2, and would be by .* another order|not a multiple of 8"
+    with pytest.raises(CheckpointError, match=told):
+        other.load_state_dict(loader.state_dict())
+    make(ByWorker(24), **usual).load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_a_dataset_that_gives_no_batch_is_told(length: int, warnings: list[str]) -> None:
+    make(Numbers(length), 4, world=2, drop_last=True)
+    assert len(warnings) == 1 and f"a dataset of {length} samples gives no batch" in warnings[0]
+
+
 def test_throwing_away_leaves_the_random_state_alone(warnings: list[str]) -> None:
     class Noise(Stream):
         def __iter__(self) -> Iterator[int]:

@@ -264,6 +264,7 @@ class Checkpointer:
             manifest.loss_scale = asdict(run.scaler)
         if run.lr_scheduler is not None:
             manifest.scheduler = encode(run.lr_scheduler.state_dict(), tensors, "scheduler")
+            manifest.scheduler_kind = _kind_of(run.lr_scheduler)
         manifest.client_state = encode(client_state, tensors, "client_state")
         return manifest
 
@@ -492,11 +493,14 @@ def _loads_schedule(schedule: Any, reader: Reader, wanted: Wanted, tensors: dict
     if manifest is None or schedule is None or manifest.scheduler is None or not asked:
         return False
     stored, live = (_public(state) for state in (decode(manifest.scheduler, tensors), schedule.state_dict()))
-    if stored <= live or live <= stored:  # one version of a schedule may have more than another
+    kinds = manifest.scheduler_kind, _kind_of(schedule)
+    differ = None not in kinds and kinds[0] != kinds[1]
+    if not differ and (stored <= live or live <= stored):  # one version of a schedule may have more than another
         return True
+    that = f"that of {kinds[0]}" if differ else ""
+    has = f"it has {listed(sorted(stored - live))}, and lacks {listed(sorted(live - stored))}"
     what = (
-        f"{reader.path} has the state of another kind of schedule than this run's {type(schedule).__name__}: it has "
-        f"{listed(sorted(stored - live))}, and lacks {listed(sorted(live - stored))}."
+        f"{reader.path} has the state of another kind of schedule than this run's {type(schedule).__name__}: {that or has}."
     )
     if not wanted.allows("scheduler"):
         raise CheckpointError(
@@ -505,6 +509,15 @@ def _loads_schedule(schedule: Any, reader: Reader, wanted: Wanted, tensors: dict
     if is_rank_zero():
         logger.warning("%s It begins anew.", what)
     return False
+
+
+def _kind_of(schedule: Any) -> str | None:
+    """The class of a schedule of torch's, whose states have the same names for other meanings; None for others.
+
+    zerorun's are formulas of the number of steps, so that any goes on where another one was. Scripts may rename theirs.
+    """
+    kind = type(schedule)
+    return f"torch.{kind.__name__}" if kind.__module__.partition(".")[0] == "torch" else None
 
 
 def _public(state: Any) -> set[str]:

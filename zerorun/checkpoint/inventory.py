@@ -204,7 +204,7 @@ class Inventory:
             elif id(value) in seen:
                 self.aliases[stored] = seen[id(value)]
             else:
-                seen[id(value)], found[stored] = stored, value.detach()
+                seen[id(value)], found[stored] = stored, value.detach().resolve_conj().resolve_neg()
         return found, extra
 
     def replaced(self) -> list[str]:

@@ -50,7 +50,8 @@ def _encode(value: Any, tensors: dict[str, torch.Tensor], where: str) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
     if isinstance(value, torch.Tensor):
-        return {_KIND: "tensor", "name": _keep(value.detach(), tensors, where)}
+        plain = value.detach().resolve_conj().resolve_neg()  # what is stored is the memory
+        return {_KIND: "tensor", "name": _keep(plain, tensors, where)}
     if type(value) is list:
         return [_encode(item, tensors, f"{where}[{index}]") for index, item in enumerate(value)]
     if type(value) in _CLASSES:

@@ -29,6 +29,7 @@ spaces. The content:
                      states: the keys that have sets; name -> {value, dtype} of what belongs to no parameter, if anything
                      does: apart (under such keys of its state) and more (what its class adds to its state_dict)
     loss_scale, scheduler, data, client_state, extra_state, rng    as plain values (json_values.py)
+    scheduler_kind   the class of the scheduler, as ``torch.StepLR``; only if it is one of torch's
     client_states    by rank, as plain values, of ranks that gave others than rank 0 (null: the same); only if any did
     frozen_base      null, or if frozen parameters were left out, name -> {dtype, crc32} of each
     sets             set -> list of its files
@@ -74,6 +75,7 @@ class Manifest:
     optimizer: dict[str, Any] | None = None
     loss_scale: dict[str, Any] | None = None
     scheduler: Any = None
+    scheduler_kind: str | None = None
     data: Any = None
     client_state: Any = None
     client_states: list[Any] | None = None
@@ -101,8 +103,9 @@ class Manifest:
         """The file's text."""
         content = {**asdict(self), "schema": SCHEMA, "block_bytes": BLOCK_BYTES}
         content["files"] = {name: record.to_json() for name, record in self.files.items()}
-        if self.client_states is None:
-            del content["client_states"]
+        for name in ("client_states", "scheduler_kind"):
+            if content[name] is None:
+                del content[name]
         return json.dumps({"crc32": f"{_sum(content):08x}", "content": content}, indent=1)
 
     @classmethod
@@ -198,6 +201,7 @@ _TYPES: dict[str, _Test] = {
     "optimizer": _or_null(_object_with(type=_TEXT, groups=_list_of(_is(dict)), scalars=_object_of(_list_of(_SCALAR)))),
     "loss_scale": _or_null(_object_with(**dict.fromkeys(("scale", "hysteresis_left", "steps", "last_overflow"), _NUMBER))),
     "data": _or_null(_is(list)),
+    "scheduler_kind": _or_null(_is(str)),
     "client_states": _or_null(_is(list)),
     "extra_state": _or_null(_is(dict)),
     "rng": _or_null(_is(list)),

@@ -466,7 +466,7 @@ def _move_buffers(
             if id(buffer) not in made:
                 moved = buffer.to(device, dtype_of(buffer))
                 if moved.numel() and not moved.is_meta:
-                    moved = moved.contiguous()
+                    moved = moved.resolve_conj().resolve_neg().contiguous()
                     comm.control.data_broadcast(moved, 0, "initial buffers")
                 made[id(buffer)] = buffer, moved
             module._buffers[name] = made[id(buffer)][1]

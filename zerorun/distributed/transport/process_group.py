@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import os
 import secrets
@@ -282,6 +283,8 @@ def _rendezvous() -> tuple[int, int, str | None]:
 
 def shutdown() -> None:
     """Finish what is in flight and leave the process groups. Called at exit; afterwards engines are of no use."""
+    if _inherited:
+        return
     failed = hasattr(sys, "last_value")  # an unhandled exception
     if not failed:
         board.enter(Phase.LEFT)
@@ -328,4 +331,18 @@ def _leaves_groups_soon() -> bool:
     return not leaving.is_alive()
 
 
+# The groups of the process from which this one was forked. Others wait for its end there, and not for that of this one.
+_inherited: list[Any] = []
+
+
+def _keep_inherited() -> None:
+    """Never let go of groups in a forked process: that waits for threads which it does not have."""
+    if dist.is_available() and dist.is_initialized():
+        _inherited.extend(dist.distributed_c10d._world.pg_map)
+        for group in _inherited:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # for the interpreter's end, too
+
+
 atexit.register(shutdown)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_inherited)
