@@ -333,7 +333,7 @@ def test_config_command(tmp_path: Path) -> None:
 
 
 FORKING = """
-import os, sys, torch, zerorun
+import os, sys, time, torch, zerorun
 engine = zerorun.initialize(torch.nn.Linear(4, 4), {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}})
 def train():
     engine.backward(engine(torch.ones(2, 4)).sum())
@@ -342,7 +342,15 @@ train()
 child = os.fork()
 if not child:
     sys.exit(3)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+for _ in range(300):
+    ended, status = os.waitpid(child, os.WNOHANG)
+    if ended:
+        break
+    time.sleep(0.1)
+else:
+    os.kill(child, 9)
+    status = os.waitpid(child, 0)[1]
+print(os.waitstatus_to_exitcode(status))
 train()
 """
 
