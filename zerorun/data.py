@@ -198,31 +198,29 @@ class EpochLoader:
                     f'go on. Remedy: {remedy}, or pass allow_missing=["data"] to load_checkpoint(), which begins with the '
                     "data anew."
                 )
-        continues = self._resumable and state.get("dataset") is not None
-        if self.length is None and not continues and state["position"] % self._samples:
+        if self.length is None and not (self._resumable and state.get("dataset") is not None):
+            self._check_stream(state["position"], state.get("read_by", self._read_by()))
+
+    def _check_stream(self, position: int, readers: list[int]) -> None:
+        """Raise CheckpointError if an iterable dataset, read again from its beginning, does not come to ``position``."""
+        if position % self._samples:
             raise CheckpointError(
-                f"{state['position']} samples of an iterable dataset were read: not a multiple of {self._samples}, one "
+                f"{position} samples of an iterable dataset were read: not a multiple of {self._samples}, one "
                 f"batch of {self.batch_size} on every rank. Remedy: choose a batch size that makes it one, or pass "
                 'allow_missing=["data"] to load_checkpoint() to begin with the data anew.'
             )
-        readers = state.get("read_by", self._read_by())
-        if self.length is None and not continues and state["position"] and readers != self._read_by():
-            self._refuse_other_workers(readers)
-
-    def _read_by(self) -> list[int]:
-        """[ranks, workers of each, samples in a batch]: with workers, the order of an iterable dataset depends on them."""
-        return [self.topology.data_parallel_size, self._options["num_workers"], self.batch_size]
-
-    def _refuse_other_workers(self, readers: list[int]) -> None:
-        """Raise CheckpointError if an iterable dataset that ``readers`` have read comes in another order now."""
         both = readers, self._read_by()
-        if any(workers for _, workers, _ in both):
+        if position and both[0] != both[1] and any(workers for _, workers, _ in both):
             then, now = (f"{ranks} ranks with {workers} workers and batches of {size}" for ranks, workers, size in both)
             raise CheckpointError(
                 f"an iterable dataset was read by {then}, and would be by {now}: its workers give samples in another "
                 'order. Remedy: the same numbers, no workers in both runs, or pass allow_missing=["data"] to '
                 "load_checkpoint() to begin with the data anew."
             )
+
+    def _read_by(self) -> list[int]:
+        """[ranks, workers of each, samples in a batch]: with workers, the order of an iterable dataset depends on them."""
+        return [self.topology.data_parallel_size, self._options["num_workers"], self.batch_size]
 
     def _divided(self, divide: bool) -> Dataset[Any]:
         """Return what this rank reads: if ``divide``, its share of an iterable dataset. A note says which, once."""
