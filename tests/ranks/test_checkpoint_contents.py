@@ -239,6 +239,82 @@ def test_pretrained_weights_stream_into_place(world: int, tmp_path: Path) -> Non
             assert most <= (shard if how == "meta" else 0) + largest, (how, most, shard, largest)
 
 
+def load_untied(folder: str, same: bool) -> list[str]:
+    """What loads into a tied model say of files with two tensors, which have the ``same`` values or not."""
+    untied = Gpt(4)
+    if same:
+        untied.head.weight.data.copy_(untied.embed.weight.data)
+    engine = zerorun.initialize(untied, make_config(3))
+    path, expected = engine.save_checkpoint(folder), engine.state_dict()
+    engine.export(Path(folder) / "weights")
+    engine.destroy()
+    said = []
+    for loads in ("checkpoint", "engine", "plain", "part"):
+        for strict in (True, False):
+            with zerorun.zero.Init(enabled=loads == "part"):
+                model = Gpt(4, tied=True)
+            engine = zerorun.initialize(model, make_config(3)) if loads in ("checkpoint", "engine") else None
+            try:
+                if loads == "checkpoint":
+                    engine.load_checkpoint(path, strict=strict)
+                else:
+                    zerorun.load_pretrained(model, Path(folder) / "weights", strict=strict)
+            except CheckpointError as error:
+                said.append(str(error))
+                if engine is not None:
+                    engine.destroy()
+                continue
+            engine = engine or zerorun.initialize(model, make_config(3))
+            weights = engine.state_dict()
+            assert all(torch.equal(weights[name], expected[name]) for name in weights if name != "head.weight"), loads
+            engine.destroy()
+    return said
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_two_values_of_what_is_one_tensor_here(same: bool, tmp_path: Path) -> None:
+    """Of an untied head and embedding, one would be lost without a word."""
+    for said in run_ranks(2, load_untied, str(tmp_path / "out"), same):
+        assert len(said) == (0 if same else 4)
+        assert all("other values of 'head.weight' than of 'embed.weight'" in line for line in said)
+
+
+class Sharing(nn.Module):
+    """Two modules have one buffer."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.first.register_buffer("scale", torch.full((3,), value))
+        self.second.register_buffer("scale", self.first.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_a_buffer_that_two_modules_share_is_read_for_both(tmp_path: Path) -> None:
+    engine = zerorun.initialize(Sharing(1.0), make_config(3))
+    engine.export(tmp_path / "out")
+    engine.destroy()
+    model = Sharing(2.0)
+    zerorun.load_pretrained(model, tmp_path / "out")
+    assert torch.equal(model.first.scale, torch.ones(3))
+    assert model.second.scale is model.first.scale
+
+
+def test_pretrained_weights_may_lack_what_is_named(tmp_path: Path) -> None:
+    weights = Gpt(2).state_dict()
+    del weights["head.weight"]
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    model = Gpt(2)
+    with pytest.raises(CheckpointError, match=r"lacks 'head\.weight'.*allow_missing"):
+        zerorun.load_pretrained(model, tmp_path)
+    with pytest.raises(CheckpointError, match="allow_missing = 3: it must be names"):
+        zerorun.load_pretrained(model, tmp_path, allow_missing=3)  # type: ignore[arg-type]
+    zerorun.load_pretrained(model, tmp_path, allow_missing="head.*")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in weights.items())
+
+
 # -- saving on one rank ------------------------------------------------------------------------------------------
 
 

@@ -1038,8 +1038,10 @@ def save(
 ) -> None:
     """What the leader of a save does. ``latest=False``: it is killed before that. ``aside``: with save_latest=False."""
     saved_at = now()
-    fill(folder.begin(directory, tag), tag, step, saved_at, latest=not aside)
+    held = folder.begin(directory, tag)
+    fill(held.path, tag, step, saved_at, latest=not aside)
     folder.publish(directory, tag)
+    held.release()
     if latest and not aside:
         folder.point_latest(directory, tag)
     folder.prune(directory, tag, keep)
@@ -1136,7 +1138,7 @@ def test_damaged_and_foreign_directories(tmp_path: Path) -> None:
     (tmp_path / "s2" / MANIFEST).write_text("damaged")
     (tmp_path / "others").mkdir()
     (tmp_path / "file").write_text("x")
-    fill(folder.begin(tmp_path, "unfinished"), "unfinished", 9)
+    fill(folder.begin(tmp_path, "unfinished").path, "unfinished", 9)
     assert folder.in_order_of_trust(tmp_path) == ["s3", "s1"]
     (tmp_path / "s3" / MANIFEST).unlink()
     assert folder.in_order_of_trust(tmp_path) == ["s3", "s1"]
@@ -1262,7 +1264,8 @@ def test_a_directory_of_others_is_not_replaced(tmp_path: Path) -> None:
 def test_left_overs_are_replaced(tmp_path: Path) -> None:
     """Files of an interrupted save do not get into the next one."""
     stale = folder.begin(tmp_path, "s1")
-    (stale / "model-00009-of-00009.safetensors").write_text("x")
+    (stale.path / "model-00009-of-00009.safetensors").write_text("x")
+    stale.release()  # as the end of its process does
     (tmp_path / ".saving.s1.rank0").touch()
     (tmp_path / ".saving.latest").write_text("s0")  # of an earlier version
     (tmp_path / f".saving.latest.{'0' * 16}").write_text("s0")

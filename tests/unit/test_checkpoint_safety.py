@@ -5,6 +5,8 @@ The attacker is another user who can write into the directory of checkpoints, or
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -55,6 +57,49 @@ def refuses(act: Callable[[], object], *words: str) -> None:
 def nothing_is_too_young(monkeypatch: pytest.MonkeyPatch) -> None:
     """What an interrupted save leaves is deleted after a while; here, at once."""
     monkeypatch.setattr(folder, "_STALE_S", -1)
+
+
+@pytest.mark.parametrize("tag", ["last", "other"])
+@pytest.mark.parametrize("locks", [True, False])
+def test_two_saves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool, tag: str) -> None:
+    """Of one tag, one save appears, whole, and the other one says why it does not. Other tags do not disturb it."""
+
+    def no_locks(handle: int, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, "Operation not supported")
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+        monkeypatch.setattr(folder, "_STALE_S", 900)  # without locks, only time tells that a save goes on
+
+    def write() -> dict[str, Any]:
+        if locks and tag == "last":
+            refuses(lambda: save(tmp_path, tag, 2), "another save of 'last'", ".saving.last", "fuser")
+        else:
+            save(tmp_path, tag, 2)
+        return {}
+
+    def outer() -> Path:
+        manifest = Manifest("last", "2026-01-01T00:00:01", {"global_steps": 1})
+        return commit(alone(), Destination(tmp_path, "last"), write, lambda records: ({"config.json": b"{}"}, manifest))
+
+    if locks or tag == "other":
+        outer()
+        assert read_manifest(tmp_path / "last").global_steps == 1
+    else:
+        refuses(outer, "another save", ".saving.last")
+    if tag == "other" or not locks:
+        assert read_manifest(tmp_path / tag).global_steps == 2
+    assert names(tmp_path) == sorted({"last", tag, "latest"})
+
+
+def test_a_save_that_is_over_holds_nothing(tmp_path: Path) -> None:
+    """Also where a process that was forked meanwhile, such as a data loader's worker, has its files open still."""
+    held = folder.begin(tmp_path, "last")
+    inherited = os.dup(held._handle)
+    held.release()
+    save(tmp_path, "last")
+    os.close(inherited)
+    assert names(tmp_path) == ["last", "latest"]
 
 
 BESIDE = ["last.old", "other.old", ".saving.other", ".deleting.other", ".replaced.other"]

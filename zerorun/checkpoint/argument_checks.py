@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,13 @@ def directory_of(directory: str | Path) -> Path:
             f"directory = {directory!r:.60}: checkpoints and exports need a directory. Remedy: pass a str or a Path, such "
             "as 'checkpoints'."
         )
-    path = Path(directory).absolute()
+    try:
+        path = Path(directory).absolute()
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"directory = {str(directory)!r}: it is relative, and the working directory of this process was deleted. "
+            "Remedy: pass an absolute path, or start again from a directory that is there."
+        ) from None
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is a file. Remedy: pass a directory: checkpoints and exports are several files.")
     return path
@@ -61,6 +68,17 @@ def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
             "floating torch.dtype, or None for that of the model."
         )
     return dtype
+
+
+def names_of(allowed: Any) -> tuple[str, ...]:
+    """Return the names and patterns of ``allow_missing`` as a tuple. Raises CheckpointError if they are no names."""
+    names = (allowed,) if isinstance(allowed, str) else tuple(allowed) if isinstance(allowed, Iterable) else (allowed,)
+    if not all(isinstance(name, str) for name in names):
+        raise CheckpointError(
+            f"allow_missing = {allowed!r:.60}: it must be names or patterns. Remedy: pass a list of str, such as "
+            "['optimizer', 'blocks.7.*']."
+        )
+    return names
 
 
 def check_client_state(state: Any) -> None:

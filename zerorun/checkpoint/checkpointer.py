@@ -21,8 +21,9 @@ from .argument_checks import check_client_state, directory_of, dtype_of, tag_of
 from .client_states import client_state_of, encode_own
 from .inventory import Inventory, Subject, TensorPart
 from .json_values import decode, encode
-from .load import ModelLoader, Wanted, optimizer_kind
+from .load import ModelLoader, optimizer_kind
 from .manifest import MANIFEST, Manifest, never_cast
+from .matching import Wanted
 from .merging import Merged
 from .param_group_settings import IMPLEMENTATION
 from .rank_buffers import RankBuffers, Sums

@@ -11,6 +11,9 @@ After each step, and at any time within a step, the newest complete checkpoint i
 that is to be deleted is first renamed to ``.deleting.`` and a random number, so that half of one never looks like a whole
 one. The next save deletes what an interrupted deletion has left.
 
+One save at a time writes ``.saving.TAG``, and holds it meanwhile. Another save of that tag, of this job or another, is
+refused; where the file system has no locks, the one whose directory was taken away fails.
+
 [Note: clocks]
 Checkpoints are ordered by the times at which they were saved, and ``latest`` is older than one whose save was killed in its
 last step. Hosts have other clocks, and a job may go on on another host. So no checkpoint is saved before the one that
@@ -29,6 +32,7 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import shlex
 import shutil
 import stat
 import time
@@ -39,7 +43,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..log import logger
-from .files import create, is_plain, read_regular
+from .files import HeldDirectory, create, is_plain, read_regular
 from .manifest import MANIFEST, Manifest, read_manifest
 from .tensorfile import FileRecord
 from .write_plan import STATE_FILE
@@ -114,11 +118,11 @@ def refuse_strange_pointer(directory: Path) -> None:
         )
 
 
-def begin(directory: Path, tag: str, *, replace: bool = True) -> Path:
-    """Make an empty temporary directory for ``tag``, and return it. What an interrupted save of this tag left is deleted.
+def begin(directory: Path, tag: str, *, replace: bool = True) -> HeldDirectory:
+    """Make an empty temporary directory for ``tag``, and hold it. What an interrupted save of this tag left is deleted.
 
-    Raises OSError. Raises CheckpointError as ``refuse_occupied`` does, or if something that is not zerorun's has a name
-    that the save needs.
+    Raises OSError. Raises CheckpointError as ``refuse_occupied`` does, if something that is not zerorun's has a name that
+    the save needs, or if another save of ``tag`` is writing.
     """
     refuse_occupied(directory / tag, replace=replace)
     temporary = directory / f"{TEMPORARY}{tag}"
@@ -129,10 +133,30 @@ def begin(directory: Path, tag: str, *, replace: bool = True) -> Path:
                 "Remedy: move it away, or use another tag."
             )
     make_directory(directory)
-    if temporary.exists():
-        shutil.rmtree(temporary)
-    temporary.mkdir()
-    return temporary
+    try:
+        if temporary.exists():
+            left = HeldDirectory(temporary)
+            try:
+                shutil.rmtree(temporary)
+            finally:
+                left.release()
+        temporary.mkdir()
+        return HeldDirectory(temporary)
+    except (BlockingIOError, FileExistsError) as error:
+        raise CheckpointError(
+            f"another save of {tag!r} is writing {temporary}, and this one has written nothing. Remedy: give each run a "
+            "directory of its own. If no other run is there, a process that an ended one has left behind holds that "
+            f"directory: end it (`fuser {shlex.quote(str(temporary))}` names it)."
+        ) from error
+
+
+def require_held(held: HeldDirectory) -> None:
+    """Raise CheckpointError if another save has taken the place of the temporary directory ``held``."""
+    if not held.is_there():
+        raise CheckpointError(
+            f"{held.path} was deleted or replaced while it was written, as another save of the same tag does where the "
+            "file system has no locks. Remedy: give each run a directory of its own."
+        )
 
 
 def _is_own(path: Path) -> bool:
@@ -270,10 +294,21 @@ def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
 def _remove_stale(left: Path) -> None:
     """Delete what an interrupted save has left, unless the save may still be running."""
     own_directory = _is_own(left)
+    if own_directory and _is_held(left):
+        return
     if own_directory or _is_mark(left):
         written = max(path.lstat().st_mtime for path in (left, *(left.iterdir() if own_directory else ())))
         if time.time() - written > _STALE_S:
             _remove_if_possible(left) if own_directory else left.unlink()
+
+
+def _is_held(path: Path) -> bool:
+    """True if a save is writing the directory ``path``."""
+    try:
+        HeldDirectory(path).release()
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _is_mark(path: Path) -> bool:

@@ -1,12 +1,15 @@
 """Files that anybody may have made: read only if they are regular and not too long, created only if nothing is there.
 
 A named pipe would make a reader wait forever, a device never ends, and a name with ``..`` or a link may lead to any file
-that the reading user can read. New files get names that nothing else has: a link of that name is never followed.
+that the reading user can read. New files get names that nothing else has: a link of that name is never followed. A
+directory that is being written is held by its writer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import stat
@@ -116,3 +119,36 @@ def replace_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 def mark(path: Path) -> None:
     """Create the empty file ``path`` unless it is there already. Raises OSError if a link has that name."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666))
+
+
+class HeldDirectory:
+    """A directory that only its holder changes. It is locked, and known again if another one takes its name.
+
+    A lock (flock(2)) ends with its process, however that ends. Some network file systems have none for directories: there,
+    ``is_there`` tells what another process has done.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Hold ``path``. Raises BlockingIOError if somebody else does, and OSError if it is no directory."""
+        self.path = path
+        self._handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._handle)
+            raise
+        except OSError:  # no locks here
+            return
+
+    def is_there(self) -> bool:
+        """False if nothing, or another directory, has its name now."""
+        try:
+            return os.path.samestat(os.fstat(self._handle), os.lstat(self.path))
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        """Hold it no longer. Processes that were forked meanwhile have the same lock, so that closing is not enough."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._handle, fcntl.LOCK_UN)
+        os.close(self._handle)

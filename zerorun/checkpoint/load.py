@@ -6,7 +6,6 @@ stages are on different ranks. Then each rank reads just the elements that it ke
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from .frozen_base import refuse_other_base, sums_of_parts
 from .gather import PeerReader
 from .inventory import Contents, Inventory, SavedParameter, ranges_of, together
 from .json_values import decode
+from .matching import NameMap, Wanted, compare_tensors, compare_ties, misfit
 from .param_group_settings import IMPLEMENTATION, VARIANTS, Variant, compare_variants, is_of
 from .quantised_states import decoded, is_coded, is_scale_set, keeps_blocks, scale_shard, scales
 from .rank_buffers import own_buffers
@@ -43,89 +43,13 @@ from .tensorfile import dtype_of
 from .write_plan import BUFFER, MASTER, MODEL, OPTIMIZER, RESIDUAL
 
 
-@dataclass
-class Wanted:
-    """What the caller of ``load_checkpoint`` asked for."""
-
-    strict: bool = True
-    optimizer: bool = True
-    scheduler: bool = True
-    weights_only: bool = False
-    random_numbers: bool = True
-    allow_missing: tuple[str, ...] = ()
-
-    def allows(self, name: str) -> bool:
-        """True if the tensor or component ``name`` may be missing from the checkpoint."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_missing)
-
-
-class NameMap:
-    """Maps a model's tensor names to those in the files. ``aliases``: the model's other names of tied tensors.
-
-    ``prefix``: what the base model's names begin with in a Hugging Face model with a head. Files without a manifest may
-    have names with or without it.
-    """
-
-    def __init__(self, reader: Reader, aliases: dict[str, str], prefix: str = "") -> None:
-        self.stored = set(reader.places(MODEL))
-        self._kept = dict(reader.manifest.aliases) if reader.manifest else {}
-        self._prefix = f"{prefix}." if prefix and reader.manifest is None else ""
-        self._others: dict[str, list[str]] = {}
-        for alias, name in aliases.items():
-            self._others.setdefault(name, []).append(alias)
-
-    def find(self, name: str) -> str | None:
-        """The name under which the files hold the model's tensor ``name``; None if they do not."""
-        for known in (name, *self._others.get(name, ())):
-            stored = self._kept.get(known, known)
-            if stored in self.stored:
-                return stored
-            if self._prefix:
-                other = known.removeprefix(self._prefix) if known.startswith(self._prefix) else self._prefix + known
-                if other in self.stored:
-                    return other
-        return None
-
-    def left_over(self, names: Iterable[str]) -> list[str]:
-        """The tensors in the files that a model with these ``names`` does not have."""
-        known = {self.find(name) for name in names} | set(self._kept)
-        same = [alias for others in self._others.values() for alias in others]
-        known |= {variant for alias in same for variant in (alias, self._prefix + alias, alias.removeprefix(self._prefix))}
-        return sorted(name for name in self.stored if name not in known)
-
-
-def compare_tensors(reader: Reader, names: NameMap, shapes: dict[str, tuple[int, ...]], wanted: Wanted) -> None:
-    """Raise CheckpointError if the files do not fit a model with tensors of these names and shapes."""
-    found = {name: names.find(name) for name in shapes}
-    base = (reader.manifest.frozen_base if reader.manifest else None) or {}
-    missing = [n for n, stored in found.items() if stored is None and n not in base and not wanted.allows(n)]
-    wrong = [
-        f"{name!r} has shape {list(shape)} here and {list(reader.tensor(MODEL, stored).shape)} there"
-        for name, shape in shapes.items()
-        if (stored := found[name]) is not None and reader.tensor(MODEL, stored).shape != shape
-    ]
-    if wrong:
-        raise _misfit(reader, "does not fit this model:", wrong, "build the model as it was when the weights were saved.")
-    for what, left in (("lacks", missing), ("has, beside what the model has,", names.left_over(shapes))):
-        shown = [repr(name) for name in left]
-        if left and wanted.strict:
-            remedy = "pass strict=False, or for what is lacking allow_missing=[...] with names or patterns, if meant."
-            raise _misfit(reader, what, shown, remedy)
-        if left and is_rank_zero():
-            logger.warning("%s %s %s", reader.path, what, listed(shown))
-
-
-def _misfit(reader: Reader, what: str, items: Sequence[str], remedy: str) -> CheckpointError:
-    return CheckpointError(f"{reader.path} {what} {listed(items)}. Remedy: {remedy}")
-
-
 def _begin_afresh(reader: Reader, wanted: Wanted, thawed: list[str]) -> None:
     """Say that ``thawed``, parameters that were frozen, have no state; raise CheckpointError unless that is allowed."""
     refused = [repr(name) for name in thawed if not wanted.allows(name)]
     if refused and not wanted.allows("optimizer"):
         remedy = "pass allow_missing=[...] with names or patterns if their moments may begin afresh."
         what = "has no optimizer state, since they were frozen when it was saved, for"
-        raise _misfit(reader, what, refused, remedy)
+        raise misfit(reader, what, refused, remedy)
     if thawed and is_rank_zero():
         shown = listed([repr(name) for name in thawed])
         logger.warning("%s: moments begin afresh for what was frozen when it was saved: %s.", reader.path, shown)
@@ -174,6 +98,7 @@ class ModelLoader:
         ranks.agree(problem)
         assert loader is not None
         ranks.agree(attempt(loader._compare)[1])
+        compare_ties(reader, loader._names, wanted, ranks)
         return loader
 
     def _compare(self) -> None:
@@ -182,7 +107,7 @@ class ModelLoader:
         lacking = [name for name in self.model.extra if name not in stored and not self.wanted.allows(name)]
         if lacking and self.reader.manifest is not None and self.wanted.strict:
             remedy = "pass strict=False, or allow_missing=[...], if these modules may begin afresh."
-            raise _misfit(self.reader, "lacks", [repr(name) for name in lacking], remedy)
+            raise misfit(self.reader, "lacks", [repr(name) for name in lacking], remedy)
 
     def compare_base(self, ranks: Ranks, read_peer: PeerReader | None) -> None:
         """Compare the model's frozen weights with the checksums of those that the checkpoint leaves out. Collective.
@@ -317,7 +242,7 @@ class ModelLoader:
         if lost and self.wanted.allows("optimizer"):
             return None
         if lost:
-            raise _misfit(self.reader, "lacks, of the optimizer,", lost, "pass load_optimizer=False for fresh moments.")
+            raise misfit(self.reader, "lacks, of the optimizer,", lost, "pass load_optimizer=False for fresh moments.")
         groups = {name: group for found in ranks.gather(self.inventory.groups()) for name, group in found.items()}
         prepared, problem = attempt(lambda: self._prepare(described, groups, tensors))
         ranks.agree(problem)
@@ -521,7 +446,7 @@ class ModelLoader:
             there, coded = self.reader.tensor(kind, name), is_coded(self.reader, kind, name)
             if there.shape != home.shape:
                 found = [f"{kind} of {name!r} with shape {list(there.shape)}, not {list(home.shape)}"]
-                raise _misfit(self.reader, "has, of the optimizer,", found, "pass load_optimizer=False for fresh moments.")
+                raise misfit(self.reader, "has, of the optimizer,", found, "pass load_optimizer=False for fresh moments.")
             if isinstance(here, Blocks) and coded and keeps_blocks(home.shard):
                 end, beside = run.offset + run.numel, scale_shard(home.shard) if home.shard is not None else None
                 scale = here.scale[run.offset // BLOCK : -(-end // BLOCK)]
@@ -567,7 +492,7 @@ class ModelLoader:
                 stored -= kinds.keys()
         if stored:
             what, remedy = "has, of the optimizer,", "use the settings it was saved with, or pass load_optimizer=False."
-            raise _misfit(self.reader, what, [f"{kind} of {name!r}" for kind in sorted(stored)], remedy)
+            raise misfit(self.reader, what, [f"{kind} of {name!r}" for kind in sorted(stored)], remedy)
         return found
 
 
@@ -585,7 +510,7 @@ def _range_reads(reader: Reader, kind: str, name: str, flat: torch.Tensor, range
         if there.shape != part.shape:
             found = [f"{kind} of {name!r} with shape {list(there.shape)}, not {list(part.shape)}"]
             remedy = "use the optimizer it was saved with, or pass load_optimizer=False."
-            raise _misfit(reader, "has, of the optimizer,", found, remedy)
+            raise misfit(reader, "has, of the optimizer,", found, remedy)
         yield Read(kind, name, part.start, flat[part.offset : part.offset + part.numel], part.shard)
 
 

@@ -51,7 +51,7 @@ from .kept_parts import (
     records_in,
     write_record,
 )
-from .load import Wanted
+from .matching import Wanted
 from .ranks import Problem, Ranks, attempt
 from .save import Captured, frozen_sums, merge_facts, now, plan_together
 

@@ -97,7 +97,7 @@ def write_weights(out: Path, streams: Sequence[Stream], small: Mapping[str, byte
     refuse_existing(out)
     target = Destination(out.parent, folder.check_tag(out.name))
     plan = _plan(streams, max_file)
-    folder.begin(target.directory, target.tag)
+    held = folder.begin(target.directory, target.tag)
     try:
         write_tensors(plan, _Streams(plan, streams), 0, target)
         for name, data in {**small, **index_files(plan)}.items():
@@ -105,10 +105,14 @@ def write_weights(out: Path, streams: Sequence[Stream], small: Mapping[str, byte
         sync_folders(target)
         folder.sync_directory(target.temporary)
         refuse_existing(out)  # it may have appeared meanwhile, and rename() replaces an empty directory
+        folder.require_held(held)
         target.temporary.rename(out)
     except BaseException:
-        shutil.rmtree(target.temporary, ignore_errors=True)
+        if held.is_there():
+            shutil.rmtree(target.temporary, ignore_errors=True)
         raise
+    finally:
+        held.release()
     folder.sync_directory(out.parent)
     return out
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -12,24 +12,27 @@ from torch import nn
 
 from ..distributed.device import default_device
 from ..distributed.tensor_shard import TensorShard, shards_of
+from ..distributed.topology import Topology
 from ..distributed.transport.process_group import init_distributed
 from ..errors import CheckpointError
 from ..log import listed
 from ..plan.units import stored_name
 from ..zero.init import keep_part, part_of, whole_value
 from ..zero.sharded_model import model_of
+from .argument_checks import names_of
 from .directory import has_manifest
 from .frozen_base import refuse_other_base, sums_of_values
 from .hub_names import joined_by
 from .inventory import Inventory, Subject
-from .load import ModelLoader, NameMap, Wanted, compare_tensors
+from .load import ModelLoader
 from .manifest import read_manifest
+from .matching import NameMap, Wanted, compare_tensors, compare_ties
 from .ranks import Ranks
 from .read import Read, Reader
 from .write_plan import MASTER, MODEL
 
 
-def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -> None:
+def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True, allow_missing: Sequence[str] = ()) -> None:
     """Fill ``model`` with the weights in ``dir``: a Hugging Face model in safetensors format, or a checkpoint of zerorun.
 
     Before ``initialize``, the model may be an ordinary one, one built inside ``zerorun.zero.Init()`` (call this function
@@ -39,22 +42,23 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True) -
     each expert, as many on the hub have, where the model's class has one for all.
 
     With ``strict``, the names of the model and of the files must be the same, except for tied weights and the prefix of a
-    Hugging Face base model. Raises CheckpointError, naming tensors, if any are missing, left over, of another shape, or
+    Hugging Face base model; the files may lack what ``allow_missing`` names (names or patterns such as ``"score.*"``), and
+    tied weights have one value. Raises CheckpointError, naming tensors, if any are missing, left over, of another shape, or
     damaged. Of a checkpoint that leaves frozen weights out, those are compared with the model's by their checksums.
     """
     init_distributed(default_device())
-    path = Path(dir)
+    path, wanted = Path(dir), Wanted(strict, allow_missing=names_of(allow_missing))
     manifest = read_manifest(path) if has_manifest(path) else None
     # Inside Init, no parameter may be gathered just because something looks at it.
     join = partial(joined_by, model, known=_names(model)) if manifest is None else None
     with Reader(path, manifest, join=join) as reader, torch.no_grad(), torch._C.DisableTorchFunction():
         sharded = model_of(model)
         if sharded is None:
-            _load_unsharded(model, reader, Wanted(strict))
+            _load_unsharded(model, reader, wanted)
             return
         ranks = Ranks(sharded.comm.topology)
         try:
-            loader = ModelLoader.compared(Inventory.of(Subject(model, sharded)), reader, Wanted(strict), ranks)
+            loader = ModelLoader.compared(Inventory.of(Subject(model, sharded)), reader, wanted, ranks)
             loader.compare_base(ranks, sharded.comm.dense.peer_reader())
             with sharded.half_loaded.loading(path, "weights"):
                 loader.load_weights(ranks)
@@ -78,11 +82,17 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
             aliases[stored_name(name)] = names[id(param)]
         else:
             names[id(param)], params[stored_name(name)] = stored_name(name), param
-    buffers = {stored_name(name): (module, key) for name, module, key in _persistent_buffers(model)}
+    buffers: dict[str, list[tuple[nn.Module, str]]] = {}  # the places of each
+    for name, module, key in _persistent_buffers(model):
+        first = names.setdefault(id(module._buffers[key]), stored_name(name))
+        buffers.setdefault(first, []).append((module, key))
+        if first != stored_name(name):
+            aliases[stored_name(name)] = first
     known, shards = NameMap(reader, aliases, getattr(model, "base_model_prefix", "")), shards_of(model)
     shapes = {name: shards[id(p)].shape if id(p) in shards else tuple(p.shape) for name, p in params.items()}
-    shapes |= {name: tuple(module._buffers[key].shape) for name, (module, key) in buffers.items()}  # type: ignore[union-attr]
+    shapes |= {name: tuple(module._buffers[key].shape) for name, [(module, key), *_] in buffers.items()}  # type: ignore[union-attr]
     compare_tensors(reader, known, shapes, wanted)
+    compare_ties(reader, known, wanted, Ranks(Topology(1, 1, 0)))  # each rank by itself: here they read all the values
     _compare_base(params, shards, reader, wanted)
     _refuse_unfillable(model, {name for name in shapes if known.find(name)})
     for name, param in params.items():
@@ -96,12 +106,14 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
                 continue
             for read in _reads(model, param, shards.get(id(param)), source, stored):
                 reader.read(read)
-    for name, (module, key) in buffers.items():
-        stored, old = known.find(name), module._buffers[key]
+    for name, places in buffers.items():
+        stored, old = known.find(name), places[0][0]._buffers[places[0][1]]
         if stored is not None and old is not None:
             flat = torch.empty(old.numel(), dtype=old.dtype)
             reader.read(Read(MODEL, stored, 0, flat))
-            module._buffers[key] = flat.view(old.shape).to(default_device() if old.is_meta else old.device)
+            made = flat.view(old.shape).to(default_device() if old.is_meta else old.device)
+            for module, key in places:
+                module._buffers[key] = made
 
 
 def _compare_base(params: dict[str, nn.Parameter], shards: dict[int, TensorShard], reader: Reader, wanted: Wanted) -> None:

@@ -14,13 +14,14 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from ..errors import CheckpointError, DamagedError
 from . import directory as folder
-from .files import mark
+from .files import HeldDirectory, mark
 from .gather import Collector
 from .manifest import MANIFEST, Manifest, index_name
 from .ranks import Ranks, attempt
@@ -180,19 +181,23 @@ def commit(
     def on_leader(act: Callable[[], object]) -> None:
         ranks.agree(attempt(act)[1] if leads else None)
 
-    on_leader(lambda: _begin(target))
+    held, problem = attempt(lambda: _begin(target)) if leads else (None, None)
     try:
+        ranks.agree(problem)
         records, problem = attempt(write)
         written = ranks.gather(records or {})
-        ranks.agree(problem)
+        ranks.agree((attempt(partial(folder.require_held, held))[1] if held else None) or problem)
         small, manifest = _finish_on(leaders, ranks, lambda: finish({n: found[n] for found in written for n in found}))
         here = {name: found[name] for r, found in enumerate(written) if leaders[r] == ranks.rank for name in found}
         on_leader(lambda: _complete(target, here, small, manifest))
-        on_leader(lambda: _appear(target))
+        on_leader(lambda: _appear(target, held))
     except BaseException:
-        if leads:
-            shutil.rmtree(target.temporary, ignore_errors=True)
+        if held is not None and held.is_there():
+            shutil.rmtree(held.path, ignore_errors=True)
         raise
+    finally:
+        if held is not None:
+            held.release()
     on_leader(lambda: _tidy(target, "" if manifest is None else manifest.saved_at))
     if target.prune:
         _drop_replaced(ranks, target.directory, leads)
@@ -255,14 +260,16 @@ def _readable(manifest: Manifest) -> str:
     return text
 
 
-def _begin(target: Destination) -> None:
+def _begin(target: Destination) -> HeldDirectory:
     if target.latest:
         folder.refuse_strange_pointer(target.directory)
-    folder.begin(target.directory, target.tag, replace=target.prune)
+    return folder.begin(target.directory, target.tag, replace=target.prune)
 
 
-def _appear(target: Destination) -> None:
+def _appear(target: Destination, held: HeldDirectory | None) -> None:
     target.check("publish")
+    if held is not None:
+        folder.require_held(held)
     folder.publish(target.directory, target.tag)
 
 

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.argument_checks import directory_of, translate
+from ..checkpoint.argument_checks import directory_of, names_of, translate
 from ..checkpoint.automatic import AutomaticSaves
 from ..checkpoint.checkpointer import Checkpointer
 from ..checkpoint.directory import newest_first
 from ..checkpoint.files import replace_file
 from ..checkpoint.inventory import Subject
-from ..checkpoint.load import Wanted
+from ..checkpoint.matching import Wanted
 from ..checkpoint.memory_copies import MemoryCopies
 from ..checkpoint.ranks import attempt
 from ..config.parse import Config
@@ -132,7 +132,7 @@ class Saving(Outcomes):
             scheduler=named.get("scheduler", load_scheduler),
             weights_only=named.get("weights_only", False),
             random_numbers=load_random_numbers,
-            allow_missing=(allow_missing,) if isinstance(allow_missing, str) else tuple(allow_missing),
+            allow_missing=names_of(allow_missing),
         )
         found = self._load(lambda: self.checkpointer.load(named.get("dir", dir), tag, wanted))
         if found[0] is not None and self.memory_copies is not None:
