@@ -645,6 +645,40 @@ def test_dcp_names_that_begin_with_model(tmp_path: Path) -> None:
     assert "in a layout of no known program" in refusal(read_dcp, tmp_path / "bad")
 
 
+def test_dcp_under_other_names(tmp_path: Path) -> None:
+    """What nobody can know is asked for, and what is no part of the run is named, never left out without a word."""
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    weights, ema = model.state_dict(), {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    for name, content in {
+        "net": {"net": weights, "opt": optimizer.state_dict(), "extra": torch.ones(3)},
+        "two": {"generator": weights, "discriminator": ema},
+        "ema": {"model": weights, "ema": ema, "optimizer2": optimizer.state_dict(), "iteration": 9},
+    }.items():
+        dcp.save(content, checkpoint_id=tmp_path / name, no_dist=True)
+    for name in ("net", "two"):
+        assert "pass --model KEY" in refusal(read_dcp, tmp_path / name)
+    for found in (
+        read_dcp(tmp_path / "net", model="net", optimizer="opt"),
+        read_dcp(tmp_path / "two", model="generator"),
+        read_dcp(tmp_path / "ema"),
+    ):
+        stored = {tensor.name: tensor.load() for tensor in found.tensors if tensor.set == "model"}
+        assert all(torch.equal(stored[name], value) for name, value in weights.items())
+        assert stored.keys() == weights.keys()
+        kept = [note.rpartition("kept in client_state: ")[2] for note in found.notes if "client_state" in note]
+        roots = {name.partition(".")[0] for name in found.client_state}
+        assert {part.partition(" ")[0] for part in kept[0].split(", ")} == roots
+        assert roots in ({"extra"}, {"discriminator"}, {"ema", "optimizer2", "iteration"})
+    assert {tensor.set for tensor in read_dcp(tmp_path / "net", model="net", optimizer="opt").tensors} == {
+        "model",
+        "optimizer.exp_avg",
+        "optimizer.exp_avg_sq",
+    }
+
+
 def test_dcp_damaged_inside(dcp_runs: tuple[Path, Any], tmp_path: Path) -> None:
     folder = Path(shutil.copytree(dcp_runs[0] / "model", tmp_path / "copy"))
     for path in folder.glob("*.distcp"):

@@ -142,6 +142,10 @@ def _add_imports(commands: Any) -> None:
         parser.add_argument("out", metavar="OUT", help="the directory of checkpoints to put it into")
         if name == "import-deepspeed":
             _add_tag(parser)
+        else:
+            for what in ("model", "optimizer"):
+                text = f"the key under which DIR has the {what}, if it is none of the usual ones"
+                parser.add_argument(f"--{what}", metavar="KEY", help=text)
         parser.add_argument("--names", type=names_file, metavar="FILE", help=_NAMES_HELP)
 
 

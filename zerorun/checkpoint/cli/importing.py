@@ -27,7 +27,7 @@ def _read(args: argparse.Namespace, directory: Path) -> ForeignCheckpoint:
     if args.command == "import-dcp":
         from ..importers.from_dcp import read_dcp
 
-        return read_dcp(directory, args.names)
+        return read_dcp(directory, args.names, args.model, args.optimizer)
     from ..importers.from_deepspeed import read_deepspeed
 
     return read_deepspeed(directory, args.tag, args.names)

@@ -27,6 +27,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from ...errors import CheckpointError
+from ...log import counted
 from ..files import is_plain, read_regular
 from ..foreign import (
     HARMLESS,
@@ -42,7 +43,8 @@ from ..foreign import (
 from .pickles import RuledUnpickler
 from .torch_files import FileSlice, look_through, refuse_strange_tensors
 
-_OPTIMIZER = re.compile(r"(?:optimizers?|optim)\.(state|param_groups)(?:\.(.+))?", re.DOTALL)
+_OPTIMIZERS = ("optimizer", "optimizers", "optim")
+_STATE = re.compile(r"(state|param_groups)(?:\.(.+))?", re.DOTALL)  # of an optimizer
 _MODELS = ("model", "module", "state_dict", "model_state_dict")
 _SCHEDULERS = ("lr_scheduler", "lr_schedulers", "scheduler")
 _OTHERS = ("train_state", "dataloader", "step", "global_step", "epoch", "trainer", "rng", *_SCHEDULERS)
@@ -289,15 +291,36 @@ class _Keys:
     others: dict[str, str] = field(default_factory=dict)
 
 
-def read_dcp(directory: Path, names: Sequence[Sequence[str]] | None = None) -> ForeignCheckpoint:
+@dataclass(frozen=True)
+class _Roots:
+    """The first parts of keys. ``known``: they are the usual ones, and a model may also be at no key of its own."""
+
+    models: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    known: bool
+
+    def may_be_of_model(self, path: Sequence[str]) -> bool:
+        """True if the tensor at ``path`` may be one of the model."""
+        root = path[0].partition(".")[0]
+        return root in self.models or (self.known and len(path) == 1 and root not in _OTHERS)
+
+
+def read_dcp(
+    directory: Path,
+    names: Sequence[Sequence[str]] | None = None,
+    model: str | None = None,
+    optimizer: str | None = None,
+) -> ForeignCheckpoint:
     """Read what ``torch.distributed.checkpoint.save`` has written to ``directory``. Tensors are read when asked for.
 
     ``names``: the parameters of each optimizer group, in order. They are only needed if the optimizer's state is stored by
-    number. Raises CheckpointError if files are missing, are damaged, name unknown classes, or hold no model.
+    number. ``model``, ``optimizer``: the keys that these have, if they are none of the usual ones. Raises CheckpointError
+    if files are missing, are damaged, name unknown classes, or hold no model.
     """
     store = _Store(Path(directory))
+    roots = _Roots((model,) if model else _MODELS, (optimizer,) if optimizer else _OPTIMIZERS, known=model is None)
     try:
-        return _read(store, names)
+        return _read(store, names, roots)
     except (KeyError, IndexError, AttributeError, TypeError, ValueError) as error:
         text = (
             f"{directory}: the optimizer or the rest is in a layout of no known program ({type(error).__name__}: {error})."
@@ -305,8 +328,8 @@ def read_dcp(directory: Path, names: Sequence[Sequence[str]] | None = None) -> F
         raise CheckpointError(f"{text} Remedy: save what get_state_dict gives, or the model only.") from error
 
 
-def _read(store: _Store, names: Sequence[Sequence[str]] | None) -> ForeignCheckpoint:
-    keys = _sort_keys(store)
+def _read(store: _Store, names: Sequence[Sequence[str]] | None, roots: _Roots) -> ForeignCheckpoint:
+    keys = _sort_keys(store, roots)
     notes: list[str] = []
     groups = _groups(store, keys)
     if any(isinstance(name, int) for group in groups for name in group["params"]):
@@ -337,17 +360,17 @@ def _read(store: _Store, names: Sequence[Sequence[str]] | None) -> ForeignCheckp
     )
 
 
-def _sort_keys(store: _Store) -> _Keys:
+def _sort_keys(store: _Store, known: _Roots) -> _Keys:
     """Sort the keys by what they hold. A first part that all paths have in common, such as ``app``, is dropped."""
     roots = {path[0] for path in store.paths.values()}
     seconds = {path[1] for path in store.paths.values() if len(path) > 1}
-    wrapped = len(roots) == 1 and not roots & set(_MODELS) and bool(seconds & {*_MODELS, "optimizer", "optim"})
+    wrapped = len(roots) == 1 and not roots & set(known.models) and bool(seconds & {*known.models, *known.optimizers})
     keys, tensors = _Keys(), {}
     for key, whole in store.paths.items():
         path = whole[1:] if wrapped else whole
         text = ".".join(path)
         root, _, rest = text.partition(".")
-        optimizer = _OPTIMIZER.fullmatch(text)
+        optimizer = _STATE.fullmatch(rest) if root in known.optimizers else None
         if optimizer and optimizer[1] == "state":
             name, _, kind = (optimizer[2] or "").rpartition(".")
             keys.state.setdefault(name, {})[kind] = key
@@ -355,15 +378,33 @@ def _sort_keys(store: _Store) -> _Keys:
             keys.groups[optimizer[2] or ""] = key
         elif root in _SCHEDULERS:
             keys.scheduler[rest] = key
-        elif store.is_tensor(key) and (root in _MODELS or (len(path) == 1 and root not in _OTHERS)):
+        elif store.is_tensor(key) and known.may_be_of_model(path):
             tensors[key] = path
         else:
             keys.others[text] = key
     _sort_model(keys, tensors)
-    if not keys.model:
-        text = f"{store.folder}: no tensors of a model; it has {', '.join(sorted(roots)[:8])}."
-        raise CheckpointError(f"{text} Remedy: save the model under its parameters' names, or under `model`.")
+    _refuse_another_model(store, keys)
     return keys
+
+
+def _refuse_another_model(store: _Store, keys: _Keys) -> None:
+    """Raise CheckpointError if there are no tensors of a model, or only such as may be beside one of an unknown name."""
+
+    def numel(found: Iterable[str]) -> int:
+        return sum(math.prod(store.shape(key)) for key in found)
+
+    inside: dict[str, list[str]] = {}
+    for text, key in keys.others.items():
+        if store.is_tensor(key) and "." in text:
+            inside.setdefault(text.partition(".")[0], []).append(key)
+    most = max(map(numel, inside.values()), default=0)
+    named = any(len(store.paths[key]) > 1 for key in keys.model.values())
+    if named or (keys.model and most <= numel(keys.model.values())):
+        return
+    what = "no tensors of a model" if not keys.model else "its model may be under a name that is not known"
+    remedy = "pass --model KEY, and --optimizer KEY, with what it calls them" if inside else "import one that has a model"
+    roots = sorted({path[0] for path in store.paths.values()})
+    raise CheckpointError(f"{store.folder}: {what}; it has {', '.join(roots[:8])}. Remedy: {remedy}.")
 
 
 def _sort_model(keys: _Keys, tensors: dict[str, tuple[str, ...]]) -> None:
@@ -537,7 +578,7 @@ def _scalars(store: _Store, keys: _Keys) -> dict[str, dict[str, float]]:
 def _client_state(store: _Store, keys: _Keys, notes: list[str]) -> dict[str, Any]:
     small, strange = {}, []
     for text, key in keys.others.items():
-        if text.partition(".")[0] in ("optimizer", "optimizers", "optim"):
+        if text.partition(".")[0] in _OPTIMIZERS:
             strange.append(text)
         elif store.is_tensor(key) and math.prod(store.shape(key)) > _MOST_ELEMENTS:
             notes.append(f"{text}: a large tensor outside of the model and the optimizer")
@@ -551,6 +592,10 @@ def _client_state(store: _Store, keys: _Keys, notes: list[str]) -> dict[str, Any
             notes.append(f"{small[key]}: {value.why}")
         else:
             found[small[key]] = value
+    counts = Counter(text.partition(".")[0] for text in found)
+    if counts:
+        kept = [root if root in found else f"{root} ({counted(number, 'value')})" for root, number in counts.items()]
+        notes.append(f"no part of the model, its optimizer or its schedule, and kept in client_state: {', '.join(kept)}")
     return found
 
 
