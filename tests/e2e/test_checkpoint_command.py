@@ -725,7 +725,7 @@ def test_a_foreign_checkpoint_loads_into_an_engine(tmp_path: Path, command: Comm
     values = {(tensor.set, tensor.name): tensor.load() for tensor in made.tensors}
     for stage in (0, 3):
         found = run_ranks(2, load_foreign, str(tmp_path), stage)[0]
-        assert found["counters"] == {**made.counters, "global_samples": 28}
+        assert found["counters"] == {**made.counters, "global_samples": 28, "train_batch_size": 4}
         assert found["client_state"].keys() == {"epoch", "curve", "args"}
         assert int(found["buffers"]["seen"]) == 9
         assert torch.equal(found["buffers"]["scale"].float(), torch.ones(3))
@@ -952,7 +952,8 @@ def test_the_example_reads_all_without_zerorun(saved: Path) -> None:
         assert torch.equal(found["tensors"]["master"][name].bfloat16(), found["tensors"]["model"][name])
     best = found["client_state"]["best"]["name"]
     assert torch.equal(found["tensors"]["state"][best], torch.arange(5.0))
-    assert found["counters"] == {"global_steps": 4, "micro_steps": 4, "skipped_steps": 0, "global_samples": 16}
+    counts = {"global_steps": 4, "micro_steps": 4, "skipped_steps": 0, "global_samples": 16, "train_batch_size": 4}
+    assert found["counters"] == counts
 
 
 @pytest.mark.parametrize("name", KINDS)

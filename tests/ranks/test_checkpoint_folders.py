@@ -112,6 +112,38 @@ def test_paths_count_from_where_they_were_given(tmp_path: Path) -> None:
     assert run_ranks(2, change_folder, str(tmp_path)) == [expected] * 2
 
 
+def test_a_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative paths count from it."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    engine = make()
+    gone.rmdir()
+    for act in (engine.save_checkpoint, engine.load_checkpoint, engine.export):
+        with pytest.raises(CheckpointError, match=r"directory = 'here': .*working directory of this process was deleted"):
+            act("here")
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_load_where_nothing_is_recorded_can_be_trained(stage: int, tmp_path: Path) -> None:
+    """Tensors that are made in inference mode cannot be: a load for an evaluation may be there."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(nn.Linear(6, 6), make_config(stage))
+    train(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    train(engine, 2)
+    expected = engine.state_dict()
+    with torch.inference_mode():
+        engine.load_checkpoint(tmp_path)
+    train(engine, 2)
+    assert all(torch.equal(value, expected[name]) for name, value in engine.state_dict().items())
+    with torch.inference_mode():
+        zerorun.load_pretrained(engine.module, tmp_path / "global_step2")
+    train(engine, 1)
+    engine.destroy()
+
+
 def loads_of_paths(folder: str) -> tuple[list[Any], list[str]]:
     """(what a load of the path that a save has returned gives, what is said of other paths and other arguments)."""
     engine, rank = make(), dist.get_rank()
@@ -127,6 +159,8 @@ def loads_of_paths(folder: str) -> tuple[list[Any], list[str]]:
         lambda: engine.load_checkpoint(Path(folder, "file")),
         lambda: engine.load_checkpoint(folder, load_optimizer=rank == 0),
         lambda: engine.export(Path(folder, "weights"), dtype=("fp32", None)[rank]),
+        lambda: engine.save_checkpoint(folder, save_latest=rank == 0),
+        lambda: engine.save_checkpoint(folder, asynchronous=rank == 0),
     ):
         with pytest.raises(CheckpointError) as caught:
             load()
@@ -137,11 +171,12 @@ def loads_of_paths(folder: str) -> tuple[list[Any], list[str]]:
 
 def test_what_a_save_returns_can_be_loaded(tmp_path: Path) -> None:
     """It began anew, with a warning. Ranks that ask for different things are told, and rank 0's tag counts."""
-    for (returned, tagged), (file, optimizer, export) in run_ranks(2, loads_of_paths, str(tmp_path)):
+    for (returned, tagged), (file, optimizer, export, latest, later) in run_ranks(2, loads_of_paths, str(tmp_path)):
         assert returned == (tmp_path / "global_step1", {"best": True}) and tagged[0] == tmp_path / "other"
         assert "file is a file. Remedy: pass a directory" in file
         assert "load_checkpoint() was asked for" in optimizer and "on rank 1" in optimizer
         assert "export() was asked for" in export and not (tmp_path / "weights").exists()
+        assert "save_checkpoint() was asked for save_latest=False" in latest and "asynchronous=False" in later
 
 
 def go_back_beside_another_run(folder: str) -> list[str]:

@@ -124,7 +124,10 @@ def ramp(stage: int, folder: str) -> tuple[Result, list[int]]:
     engine.save_checkpoint(folder)
     engine.set_train_micro_batch_size(1)
     assert engine.get_batch_info() == sizes_in_force(engine) == (4, 1, 2)
+    log._warned.clear()
     engine.load_checkpoint(folder)
+    told = [text for text in log._warned if "4 samples from here on (train_batch_size), and had 8 in the run" in text]
+    assert len(told) == 1, log._warned
     samples.append(engine.global_samples)
     result.weights = engine.state_dict()
     loader = engine.deepspeed_io([*range(8)], batch_size=2, num_local_io_workers=0)

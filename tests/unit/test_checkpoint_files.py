@@ -1146,7 +1146,7 @@ def test_damaged_and_foreign_directories(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "tag", ["", ".", "..", "a/b", "/", "a\0b", ".saving.x", ".replaced.x", ".deleting.x", "x.old", "latest"]
+    "tag", ["", ".", "..", "a/b", "/", "a\0b", "\udc80", ".saving.x", ".replaced.x", ".deleting.x", "x.old", "latest"]
 )
 def test_tags_that_are_refused(tag: str) -> None:
     with pytest.raises(CheckpointError, match="Remedy"):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from zerorun import log
 from zerorun.errors import ConfigError, ModelError
 from zerorun.optim.lr_schedules import (
     FORMULAS,
@@ -233,6 +234,18 @@ def test_one_cycle_leaves_the_momentum_of_sgd_alone_unless_it_is_told(monkeypatc
     stays, cycles = told
     assert 'momentum stays, as in DeepSpeed; "cycle_momentum": true' in stays
     assert "the optimizer's momentum cycles; DeepSpeed cycles betas only" in cycles
+
+
+def test_one_cycle_says_when_a_momentum_has_grown_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_warned", set())
+    cycle = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 1, "decay_step_size": 1}
+    schedule = LRSchedule(make_adam(0.1), OneCycle(**cycle, decay_mom_rate=0.1))
+    said = []
+    for _ in range(6):
+        schedule.step()
+        said.append(len(log._warned))
+    assert said == [0, 0, 0, 1, 1, 1]  # 0.9, after the cycle 0.99, and then 1.08
+    assert "averages of gradients diverge" in next(iter(log._warned))
 
 
 def test_one_cycle_has_a_momentum_for_each_group() -> None:

@@ -108,6 +108,8 @@ class Checkpointer:
             return Destination(*where, latest, keep, check=self.check_point)
 
         target = self._meet("save_checkpoint()", look)
+        asked = f"save_latest={latest}, exclude_frozen_parameters={trainable_only}, asynchronous={asynchronous}"
+        refuse_other(self.saver.ranks, asked, "save_checkpoint()")
         if not asynchronous:
             self.subject.comm.fence()
         captured = self.capture(target.tag, client_state or {}, trainable_only=trainable_only, joined=False)

@@ -65,12 +65,12 @@ _MARKS = re.compile(rf"{re.escape(TEMPORARY)}({LATEST}(\.[0-9a-f]{{16}})?|.*\.ra
 
 def check_tag(tag: str) -> str:
     """Return ``tag`` if it can be the name of a checkpoint's directory. Raises CheckpointError if not."""
-    plain = tag == tag.strip() and is_plain(tag)
+    plain = tag == tag.strip() and is_plain(tag) and not any("\ud800" <= char <= "\udfff" for char in tag)
     if not plain or tag == LATEST or tag.startswith((TEMPORARY, REPLACED, DOOMED)) or tag.endswith(OLD):
         raise CheckpointError(
-            f"tag = {tag!r}: it cannot name a directory of a checkpoint. Remedy: use a name without '/', without blanks at "
-            f"its ends, that begins with none of {TEMPORARY!r}, {REPLACED!r} and {DOOMED!r}, does not end with {OLD!r}, "
-            f"and is not {LATEST!r}."
+            f"tag = {tag!r}: it cannot name a directory of a checkpoint. Remedy: use a name in UTF-8 without '/', without "
+            f"blanks at its ends, that begins with none of {TEMPORARY!r}, {REPLACED!r} and {DOOMED!r}, does not end with "
+            f"{OLD!r}, and is not {LATEST!r}."
         )
     return tag
 

@@ -51,7 +51,12 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True, a
     manifest = read_manifest(path) if has_manifest(path) else None
     # Inside Init, no parameter may be gathered just because something looks at it.
     join = partial(joined_by, model, known=_names(model)) if manifest is None else None
-    with Reader(path, manifest, join=join) as reader, torch.no_grad(), torch._C.DisableTorchFunction():
+    with (
+        Reader(path, manifest, join=join) as reader,
+        torch.inference_mode(mode=False),  # what is made in that mode could not be trained
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),
+    ):
         sharded = model_of(model)
         if sharded is None:
             _load_unsharded(model, reader, wanted)

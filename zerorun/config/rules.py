@@ -149,6 +149,9 @@ def _names(config: Config) -> Iterator[ConfigProblem]:
 
 def _checkpoint(config: Config) -> Iterator[ConfigProblem]:
     section = config.checkpoint
+    if section.dir is not None and not section.dir.strip():
+        remedy = 'Write a path, such as "checkpoints", or leave the key out.'
+        yield ConfigProblem("checkpoint.dir", section.dir, "it names no directory.", remedy)
     for name in ("auto_resume", "every_steps", "every_minutes"):
         value = getattr(section, name)
         if value and section.dir is None:

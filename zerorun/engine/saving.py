@@ -144,7 +144,8 @@ class Saving(Outcomes):
         self.history.fail(None)
         self.zero_grad(counted=True)
         begun = monotonic_ns()
-        path, client_state = load()
+        with torch.inference_mode(mode=False):  # what is made in that mode could not be trained
+            path, client_state = load()
         if path is not None:
             board.note_load(begun, self.global_steps)
         else:

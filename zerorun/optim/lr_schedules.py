@@ -282,6 +282,11 @@ class LRSchedule:
             momentum = formula.momentum_at(self.last_batch_iteration, number)
             if not formula.cycles(key):
                 continue
+            if momentum >= 1:
+                warn_once(
+                    f"scheduler OneCycle: decay_mom_rate {formula.decay_mom_rate} has let the optimizer's {key} grow to 1, "
+                    "as in DeepSpeed: averages of gradients diverge. Remedy: a smaller decay_mom_rate, or 0."
+                )
             if key == "betas":
                 group["betas"] = (momentum, 0.99)  # DeepSpeed fixes the second beta at 0.99
             else:
