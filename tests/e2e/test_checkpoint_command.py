@@ -206,7 +206,7 @@ def test_inspect_says_what_is_there(saved: Path, command: Command) -> None:
         line for line in words if line.endswith("complete")
     ]
     for expected in (
-        "counters global_steps 4, micro_steps 4, skipped_steps 0, global_samples 16",
+        "counters global_steps 4, micro_steps 4, skipped_steps 0, global_samples 16, train_batch_size 4",
         "layout world_size 2, stage 2, shard 2, replicate 1, dtype bfloat16",
         "parameters 1,184 in 5 tensors, 912 of them trained",
         "model 7 2.4 kB 2",
@@ -739,6 +739,7 @@ def test_a_foreign_checkpoint_loads_into_an_engine(tmp_path: Path, command: Comm
             "beside",
             "optimizer.groups[0].lr",  # the schedule's
             "counters.global_samples",
+            "counters.train_batch_size",
             "optimizer.groups[0].decoupled_weight_decay",  # those of torch's class, which keeps no such keys
             "optimizer.groups[0].bias_correction",
         ], out
