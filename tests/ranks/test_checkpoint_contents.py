@@ -240,10 +240,11 @@ def test_pretrained_weights_stream_into_place(world: int, tmp_path: Path) -> Non
 
 
 def load_untied(folder: str, same: bool) -> list[str]:
-    """What loads into a tied model say of files with two tensors, which have the ``same`` values or not."""
+    """What loads into a tied model say of files with two tensors: all values are the ``same``, or all but the last."""
     untied = Gpt(4)
-    if same:
-        untied.head.weight.data.copy_(untied.embed.weight.data)
+    untied.head.weight.data.copy_(untied.embed.weight.data)
+    if not same:
+        untied.head.weight.data[-1, -1] += 1
     engine = zerorun.initialize(untied, make_config(3))
     path, expected = engine.save_checkpoint(folder), engine.state_dict()
     engine.export(Path(folder) / "weights")
