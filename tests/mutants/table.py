@@ -4600,8 +4600,8 @@ MUTANTS = (
         "micro-batches-of-a-step-that-begins-anew-are-saved",
         "stale",
         "zerorun/engine/step_outcomes.py",
-        '        return counts | {"micro_steps": self.accumulation.begun_at, "train_batch_size": self.train_batch_size()}',
-        '        return counts | {"train_batch_size": self.train_batch_size()}',
+        '        return {name: getattr(self, name) for name in COUNTERS} | {"micro_steps": self.accumulation.begun_at}',
+        "        return {name: getattr(self, name) for name in COUNTERS}",
         ("tests/ranks/test_loop_queries.py", "-k", "save_in_the_middle"),
     ),
     Mutant(

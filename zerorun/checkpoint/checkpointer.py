@@ -12,7 +12,7 @@ import torch
 
 from ..data import EpochLoader
 from ..errors import CheckpointError, DamagedError, ZerorunError
-from ..log import is_rank_zero, listed, logger
+from ..log import is_rank_zero, listed, logger, warn_once
 from ..optim.loss_scaler import LossScaler
 from . import directory as folder
 from . import random_state
@@ -47,6 +47,8 @@ class TrainingRun(Protocol):
     compute_dtype: torch.dtype | None
 
     def counters(self) -> dict[str, int]: ...
+
+    def train_batch_size(self) -> int: ...
 
     def set_counters(self, counters: dict[str, int]) -> None: ...
 
@@ -261,6 +263,7 @@ class Checkpointer:
             "shard": topology.shard,
             "replicate": topology.replicate,
             **{axis: size for axis in ("pipe", "tensor", "context", "expert") if (size := topology.size(axis)) > 1},
+            "train_batch_size": run.train_batch_size(),
             "dtype": dtype,
         }
         if run.config.scales_loss:
@@ -534,12 +537,22 @@ def _restore_counters(
     """Restore the counters, the schedule and the loss scale. Return what was restored beside the counters, in words."""
     lines = []
     run.set_counters({name: manifest.counters[name] for name in run.counters() if name in manifest.counters})
+    _tell_of_batch(manifest.layout.get("train_batch_size"), run.train_batch_size())
     if with_schedule:
         run.lr_scheduler.load_state_dict(decode(manifest.scheduler, tensors))
         lines.append("schedule")
     if manifest.loss_scale is not None and run.config.scales_loss and wanted.optimizer:
         lines.append(run.scaler.go_on_from(manifest.loss_scale))
     return lines
+
+
+def _tell_of_batch(saved: Any, own: int) -> None:
+    """Warn if steps had ``saved`` samples and have ``own`` now: a script may have changed them, which no file says."""
+    if isinstance(saved, int) and saved != own:
+        warn_once(
+            f"steps have {own} samples from here on (train_batch_size), and had {saved} in the run that was saved. Remedy, "
+            f"if they are to have as many: engine.set_train_batch_size({saved}), or the configuration."
+        )
 
 
 def _exported(part: TensorPart, dtype: torch.dtype | None) -> TensorPart | None:

@@ -29,6 +29,7 @@ a name that a save needs, the save is refused before it writes anything. Earlier
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -55,6 +56,7 @@ DOOMED = ".deleting."
 # Seconds after which an interrupted save of another tag is deleted. Until then, another process may be writing it.
 _STALE_S = 900
 OLD = ".old"
+_TRIES = 5  # of a change that saves of other tags may disturb
 _EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
 _POINTER_BYTES = 4096  # the most in ``latest``, which holds one name
 _ALWAYS_THERE = (MANIFEST, STATE_FILE)  # in every checkpoint, unless one of them was lost
@@ -227,8 +229,17 @@ def _moment(saved_at: str) -> datetime:
 def point_latest(directory: Path, tag: str, saved_at: str = "") -> None:
     """Make ``latest`` name ``tag``, atomically. Raises OSError. ``saved_at``: of the checkpoint; it is not older."""
     for left in directory.glob(f"{TEMPORARY}{LATEST}*"):  # left by saves that were killed here
-        if _is_mark(left):
-            left.unlink()
+        with contextlib.suppress(FileNotFoundError):  # another save has been quicker
+            if _is_mark(left):
+                left.unlink()
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(FileNotFoundError):  # another save has taken ours for one that was left
+            _point(directory, tag, saved_at)
+            return
+    _point(directory, tag, saved_at)
+
+
+def _point(directory: Path, tag: str, saved_at: str) -> None:
     temporary = directory / f"{TEMPORARY}{LATEST}.{secrets.token_hex(8)}"
     handle = create(temporary)
     try:
@@ -276,7 +287,8 @@ def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
         if _is_own(left):
             shutil.rmtree(left, ignore_errors=True)
     for left in directory.glob(f"{TEMPORARY}*"):
-        _remove_stale(left)
+        with contextlib.suppress(FileNotFoundError):  # of a save of another tag, which is over meanwhile
+            _remove_stale(left)
     if keep is None:
         return []
     targets = [Path(os.path.realpath(path)) for path in directory.iterdir() if path.is_symlink()]

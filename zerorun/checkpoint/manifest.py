@@ -19,9 +19,9 @@ spaces. The content:
     schema           1. A reader refuses a number that it does not know
     tag, saved_at    the name of the directory; the time in UTC, ISO 8601
     versions         of zerorun, torch and Python
-    counters         global_steps, micro_steps, skipped_steps, global_samples; train_batch_size (samples of a step)
-    layout           how it was saved: world_size, stage, shard, replicate, dtype, and the degrees pipe, tensor, context
-                     and expert if they are not 1. It is for people; only what is by rank depends on it
+    counters         global_steps, micro_steps, skipped_steps, global_samples
+    layout           how it was saved: world_size, stage, shard, replicate, train_batch_size, dtype, and the degrees pipe,
+                     tensor, context and expert if they are not 1. It is for people; only what is by rank depends on it
     parameters       name -> shape, dtype, trainable, group (of the optimizer; null if not optimized), packed (only if
                      its bytes are not values of that dtype)
     aliases          other name of a tied tensor -> the name under which it is stored

@@ -181,22 +181,12 @@ class Counters(Batches):
         return self.progress.applied
 
     def counters(self) -> dict[str, int]:
-        """The counts that a checkpoint stores: of micro-batches, those of steps that are over. The last: samples a step."""
-        counts = {name: getattr(self, name) for name in COUNTERS}
-        return counts | {"micro_steps": self.accumulation.begun_at, "train_batch_size": self.train_batch_size()}
+        """The counts that a checkpoint stores: of micro-batches, those of steps that are over."""
+        return {name: getattr(self, name) for name in COUNTERS} | {"micro_steps": self.accumulation.begun_at}
 
     def set_counters(self, counters: dict[str, int]) -> None:
-        """Continue from ``counters``. Recompute the micro-batch count if it is no multiple of the accumulation steps.
-
-        Steps have as many samples as this run's configuration says. A warning says so if they had another number.
-        """
-        found, own = self.counters() | counters, self.train_batch_size()
-        before = found["train_batch_size"]
-        if before != own:
-            warn_once(
-                f"steps have {own} samples from here on (train_batch_size), and had {before} in the run that was saved. "
-                f"Remedy, if they are to have as many: engine.set_train_batch_size({before}), or the configuration."
-            )
+        """Continue from ``counters``. Recompute the micro-batch count if it is no multiple of the accumulation steps."""
+        found = self.counters() | counters
         samples = counters.get("global_samples", found["global_steps"] * self.train_batch_size())
         self.progress.go_on_from(found["global_steps"], found["skipped_steps"], samples)
         each, micro_steps = self.gradient_accumulation_steps(), found["micro_steps"]
