@@ -4565,6 +4565,14 @@ MUTANTS = (
         ("tests/unit/test_checkpoint_safety.py", "-k", "two_saves_at_once"),
     ),
     Mutant(
+        "a-save-of-another-tag-takes-the-pointer-and-fails-this-one",
+        "bound",
+        "zerorun/checkpoint/directory.py",
+        "    for _ in range(_TRIES - 1):",
+        "    for _ in range(0):",
+        ("tests/unit/test_checkpoint_safety.py", "-k", "took_for_one_that_was_left"),
+    ),
+    Mutant(
         "a-rank-decides-alone-that-tied-tensors-are-equal",
         "rank",
         "zerorun/checkpoint/matching.py",

@@ -14,6 +14,7 @@ import socket
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,39 @@ def test_two_saves_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lock
     if tag == "other" or not locks:
         assert read_manifest(tmp_path / tag).global_steps == 2
     assert names(tmp_path) == sorted({"last", tag, "latest"})
+
+
+def test_saves_of_other_tags_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As those of several runs that somebody starts with one directory: what one deletes, others were about to."""
+    monkeypatch.setattr(folder, "_STALE_S", 900)
+
+    def run(name: str) -> None:
+        for step in range(20):
+            save(tmp_path, f"{name}-{step % 5}", step, keep=2)
+
+    with ThreadPoolExecutor(3) as runs:
+        assert [run.result() for run in [runs.submit(run, name) for name in "abc"]] == [None] * 3
+    assert "cannot be deleted" not in caplog.text
+    assert not [name for name in names(tmp_path) if name.startswith(".")]
+    assert (tmp_path / (tmp_path / "latest").read_text()).is_dir()
+
+
+def test_a_pointer_that_another_save_took_for_one_that_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, taken = folder.create, list[Path]()
+
+    def create(path: Path) -> int:
+        handle = real(path)
+        if not taken:
+            taken.append(path)
+            path.unlink()
+        return handle
+
+    monkeypatch.setattr(folder, "create", create)
+    save(tmp_path, "last")
+    assert taken
+    assert names(tmp_path) == ["last", "latest"]
 
 
 def test_a_save_that_is_over_holds_nothing(tmp_path: Path) -> None:

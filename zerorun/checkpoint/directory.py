@@ -270,6 +270,8 @@ def _remove_if_possible(path: Path) -> None:
     """Delete the directory ``path`` if it is zerorun's. A checkpoint that is complete does not fail because that fails."""
     try:
         _remove(path)
+    except FileNotFoundError:  # another save has deleted it
+        return
     except OSError as error:
         remedy = "The new checkpoint is complete. Remedy: delete that directory, or what is left of it, yourself."
         logger.warning("%s is not needed any more, and cannot be deleted: %s. %s", path, error.strerror, remedy)
