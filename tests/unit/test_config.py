@@ -839,6 +839,7 @@ def test_degrees_that_fit_the_ranks() -> None:
         ({"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}, "offload_optimizer", '{"device": "cpu"}'),
         ({"checkpoint": {"dir": "d", "in_memory": True}}, "checkpoint.in_memory", '{"every_steps": 1}'),
         ({"checkpoint": {"dir": " "}}, "checkpoint.dir", "leave the key out"),
+        ({"dataloader": {"pin_memory": True}}, "dataloader.pin_memory", "make a DataLoader with pin_memory=True"),
         ({"context_parallel": {"method": "ring"}}, "context_parallel.method", "'auto', 'ulysses', 'gather'"),
     ],
 )

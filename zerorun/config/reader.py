@@ -24,6 +24,8 @@ _KNOWN_MISTAKES = {
     "monitor_config": 'DeepSpeed reads "tensorboard", "wandb", "csv_monitor" and "comet" at the top level instead.',
     "zero_optimization.aio": 'Move "aio" to the top level.',
     "optimizer.params.learning_rate": 'Did you mean "lr"?',
+    "dataloader.pin_memory": "Remove it: this loader does not pin. For pinned batches, make a DataLoader with "
+    "pin_memory=True, and call engine.set_dataloader().",
     "allgather_size": 'Use "allgather_bucket_size" inside "zero_optimization".',
 }
 
