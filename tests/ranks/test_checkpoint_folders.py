@@ -16,6 +16,7 @@ from torch import nn
 from training import make_config
 
 import zerorun
+from zerorun import log
 from zerorun.checkpoint import checkpointer
 from zerorun.errors import CheckpointError, StepError
 from zerorun.log import logger
@@ -110,6 +111,30 @@ def change_folder(folder: str) -> list[str]:
 def test_paths_count_from_where_they_were_given(tmp_path: Path) -> None:
     expected = ["first/asked/global_step1/zerorun.json", "first/own/global_step2/zerorun.json"]
     assert run_ranks(2, change_folder, str(tmp_path)) == [expected] * 2
+
+
+def save_two_engines(folder: str) -> list[str]:
+    """What is said where two engines of a script, such as the halves of a GAN, save what they have."""
+    log._warned.clear()
+    first, second = make(), make()
+    for engine in (first, second):
+        train(engine, 1)
+    first.save_checkpoint(folder)
+    first.save_checkpoint(folder)
+    second.save_checkpoint(folder, "second")
+    assert not [text for text in log._warned if "another engine" in text]
+    second.save_checkpoint(folder)
+    said = [text for text in log._warned if "another engine" in text]
+    second.destroy()
+    first.save_checkpoint(folder)
+    first.destroy()
+    return [*said, *(text for text in log._warned if "another engine" in text)]
+
+
+def test_an_engine_that_replaces_what_another_one_has_saved_says_so(tmp_path: Path) -> None:
+    for said in run_ranks(2, save_two_engines, str(tmp_path)):
+        assert len(said) == 2 and said[0] == said[1]
+        assert f"{tmp_path}/global_step1, which another engine of this script has saved, is replaced" in said[0]
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -34,6 +35,8 @@ from .write import Destination
 from .write_plan import CAST, MASTER, MODEL
 
 T = TypeVar("T")
+# By path, the saver of the engine of this process that has saved there last. Engines that are destroyed have none.
+_last_to_save: WeakValueDictionary[Path, Saver] = WeakValueDictionary()
 
 
 class TrainingRun(Protocol):
@@ -112,6 +115,7 @@ class Checkpointer:
         target = self._meet("save_checkpoint()", look)
         asked = f"save_latest={latest}, exclude_frozen_parameters={trainable_only}, asynchronous={asynchronous}"
         refuse_other(self.saver.ranks, asked, "save_checkpoint()")
+        self._tell_of_another(target.directory / target.tag)
         if not asynchronous:
             self.subject.comm.fence()
         captured = self.capture(target.tag, client_state or {}, trainable_only=trainable_only, joined=False)
@@ -121,6 +125,15 @@ class Checkpointer:
         if is_rank_zero():
             logger.info("checkpoint %s %s", path, "is being written" if asynchronous else "is saved")
         return path
+
+    def _tell_of_another(self, path: Path) -> None:
+        """Warn if this save replaces the one of another engine of this process, such as the other half of a GAN."""
+        if _last_to_save.get(path, self.saver) is not self.saver:
+            warn_once(
+                f"{path}, which another engine of this script has saved, is replaced by this engine's. Remedy, if both are "
+                "to stay: give each engine a directory or tags of its own."
+            )
+        _last_to_save[path] = self.saver
 
     def export(self, directory: str | Path, asked: torch.dtype | str | None, *, merge_adapter: bool = False) -> Path:
         """Write the weights alone, for Hugging Face, PEFT and others, as the new directory ``directory``."""
