@@ -13,8 +13,10 @@ from torch.nn import functional
 from training import make_config
 
 import zerorun
+from zerorun import log
 from zerorun.activations.checkpointing import checkpoint
 from zerorun.distributed.tensor_shard import even_range
+from zerorun.errors import StepError
 from zerorun.tensor_parallel.collectives import Region, gather_sequence, make_region, split_sequence
 from zerorun.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from zerorun.tensor_parallel.loss import vocab_parallel_cross_entropy
@@ -138,6 +140,34 @@ def test_hybrid_sharding_and_offload(stage: int) -> None:
 
 
 # -- dropout -----------------------------------------------------------------------------------------------------
+
+
+def penalized(factor: float) -> list[str]:
+    """What is said of a loss to which ``factor`` times the norms of all weights are added, of which ranks have parts."""
+    log._warned.clear()
+    topology = zerorun.Topology.create(dist.get_world_size(), dist.get_rank(), tensor=2, device_type="cpu")
+    model = Model(make_region(topology, torch.device("cpu")))
+    engine = zerorun.initialize(model, make_config(0), topology=topology)
+    said = []
+    for step in range(2):
+        tokens = tokens_of(step, 0, 0)
+        loss = loss_of(engine(tokens[:, :-1]), tokens)
+        engine.backward(loss + factor * sum(param.norm() for param in model.parameters()))
+        try:
+            engine.step()
+        except StepError as error:
+            said.append(str(error))
+    engine.destroy()
+    topology.close()
+    return [*said, *(text for text in log._warned if "apart by more than rounding" in text)]
+
+
+@pytest.mark.parametrize(("factor", "told"), ((0.0, ""), (1e-4, "apart by more than rounding"), (1.0, "different losses")))
+def test_a_loss_that_reads_divided_weights_is_told(factor: float, told: str) -> None:
+    """Each rank has the norm of its part. These are nearly the same, and small beside the loss."""
+    for said in run_ranks(2, penalized, factor):
+        assert len(said) == (2 if factor == 1 else 1 if factor else 0)
+        assert all(told in text and "as a penalty on weights does" in text for text in said)
 
 
 class Dropping(nn.Module):

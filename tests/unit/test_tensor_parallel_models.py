@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -187,6 +188,56 @@ def test_loss_and_gradients_equal_the_whole_model(name: str, size: int) -> None:
 )
 def test_with_sequence_parallelism(name: str, size: int) -> None:
     check(make(name), size, sequence_parallel=True)
+
+
+class Wrapped(nn.Module):
+    """A Hugging Face model in one of the user's own, as reward models are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = transformers.LlamaModel(configuration("llama"))
+        self.score = nn.Linear(32, VOCABULARY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.score(self.inner(ids, use_cache=False).last_hidden_state)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+@pytest.mark.parametrize("kind", ("wrapped", "prompts"))
+def test_a_model_inside_of_another_has_its_own_plan(kind: str, sequence_parallel: bool) -> None:
+    torch.manual_seed(0)
+    prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = Wrapped() if kind == "wrapped" else peft.get_peft_model(make("llama"), prompts)  # type: ignore[arg-type]
+    told = check(model.eval(), 2, sequence_parallel=sequence_parallel)[4]
+    assert ".layers.*.mlp.up_proj: colwise, 2 x [42, 32] -> [21, 32]" in told
+
+
+def test_outputs_of_which_ranks_would_have_parts_are_refused() -> None:
+    """They were given without a word: half of the heads, or half of the sequence."""
+    model = transformers.AutoModelForCausalLM.from_config(configuration("llama"), attn_implementation="eager").eval()
+    ids, _ = batch()
+    whole = model(ids, output_hidden_states=True).hidden_states
+
+    def work(axis: ThreadAxis) -> None:
+        for sequence_parallel in (False, True):
+            mine = copy.deepcopy(model)
+            done = parallelize(mine, region=Region(axis), sequence_parallel=sequence_parallel)
+            for called in (mine, mine.model):
+                with pytest.raises(ModelError, match=r"output_attentions cannot be had.*some of the heads"):
+                    called(ids, output_attentions=True)
+                if sequence_parallel:
+                    with pytest.raises(ModelError, match=r"output_hidden_states cannot be had.*part of the sequence"):
+                        called(ids, output_hidden_states=True)
+            if not sequence_parallel:
+                torch.testing.assert_close(mine(ids, output_hidden_states=True).hidden_states, whole)
+            mine.config.output_attentions = True  # type: ignore[union-attr]
+            with pytest.raises(ModelError, match="output_attentions"):
+                mine(ids)
+            mine(ids, output_attentions=False)
+            done.undo()
+            assert mine(ids).attentions[0].shape[1] == 4
+
+    on_threads(2, work)
 
 
 def test_head_and_loss_stay_divided() -> None:

@@ -15,6 +15,7 @@ from harness import patience, start_script
 from torch import nn
 from torch.nn import functional
 
+from zerorun import log
 from zerorun.errors import ModelError
 from zerorun.tensor_parallel import infer, infer_plan, make_plan, parallelize
 from zerorun.tensor_parallel.collectives import Region
@@ -424,6 +425,7 @@ class Looking(nn.Module):
         super().__init__()
         self.kind = kind
         self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.dropout = 0.5
         if kind == "parameter":
             self.scale = nn.Parameter(torch.ones(()))
 
@@ -433,6 +435,10 @@ class Looking(nn.Module):
             between = between.softmax(-1)
         elif self.kind == "parameter":
             between = between * self.scale
+        elif self.kind == "in training" and self.training:
+            between = between - between.mean(-1, keepdim=True)
+        elif self.kind == "dropout":
+            between = functional.dropout(between, self.dropout, self.training)
         return x + self.down(between)
 
 
@@ -450,14 +456,41 @@ class LookingModel(nn.Module):
 PAIR = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
-@pytest.mark.parametrize(("kind", "what"), (("softmax", "the output"), ("parameter", "the gradient of scale")))
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    (
+        *(("softmax", "the output"), ("parameter", "the gradient of scale")),
+        ("in training", "the output, in training"),
+    ),
+)
 def test_a_given_plan_that_a_block_looks_across_is_refused(kind: str, what: str) -> None:
     with pytest.raises(ModelError, match=rf"Looking \(blocks.0\).*differs in {what}.*leave out"):
         plan_of(LookingModel(kind), PAIR, 2)
 
 
-def test_a_given_plan_that_is_right_is_taken() -> None:
-    assert len(plan_of(LookingModel("nothing"), PAIR, 2).entries) == 4
+@pytest.mark.parametrize("kind", ("nothing", "dropout"))
+def test_a_given_plan_that_is_right_is_taken(kind: str) -> None:
+    assert len(plan_of(LookingModel(kind), PAIR, 2).entries) == 4
+
+
+def test_a_given_plan_that_cannot_be_tried_out_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be wrong, and nothing else would say so."""
+
+    class OfTwo(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([TakesTwo("softmax")])
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return self.blocks[0](x, y)  # type: ignore[no-any-return]
+
+    class TakesTwo(Looking):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(x) + y
+
+    monkeypatch.setattr(log, "_warned", set())
+    assert len(plan_of(OfTwo(), PAIR, 2).entries) == 2
+    assert any("TakesTwo (blocks.0) cannot be run on" in text and "taken as given" in text for text in log._warned)
 
 
 def test_weights_that_are_computed_are_refused() -> None:

@@ -29,8 +29,9 @@ from .accumulation import UNUSABLE_WEIGHT, Notes, is_in_a_step, refuse_no_weight
 from .batches import Batches
 from .reports import LoopQueries, Reports
 
-# The largest relative difference between losses that ranks compute from the same activations.
-_APART = 1e-4
+# Relative differences between losses that ranks compute from the same activations: the most that sums in another order
+# make, and that from which on the step is refused.
+_ALIKE, _APART = 1e-6, 1e-4
 _MOST_NAMED = 3
 _NO_RATE = 1e-12  # beside which a rate of 0 is none
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")  # that a checkpoint stores
@@ -435,15 +436,28 @@ class Outcomes(Reports, Counters, LoopQueries):
             self.sharded.tell_overflow(True)
             self.accumulation.notes.read()
             self._raise_bad_losses(self.accumulation.notes)
-        if summary.apart > _APART:
-            what = "layers" if self.topology.context == 1 else "sequences"
-            raise StepError(
-                f"ranks that divide the same {what} had different losses or random numbers at step {self.global_steps + 1}"
-                ": they saw different data, or drew different random numbers. Weights are those before this step. Remedy: "
-                "choose data by engine.topology.data_parallel_rank, not by the rank of the world, and seed all ranks of a "
-                "group alike. What one of them does alone must draw from a generator of its own, as "
-                "DataLoader(generator=...) does."
+        if summary.apart > _ALIKE:
+            self._tell_of_parts(far=summary.apart > _APART)
+
+    def _tell_of_parts(self, *, far: bool) -> None:
+        """Raise StepError if ranks that should have had the same loss had others; warn if they were nearly the same."""
+        what = "layers" if self.topology.context == 1 else "sequences"
+        parts = (
+            f"a loss may not read {what} that they divide, as a penalty on weights does, nor what lies between them: each "
+            "rank has a part (`zerorun verify` shows where)"
+        )
+        if not far:
+            warn_once(
+                f"ranks that divide the same {what} had losses that are apart by more than rounding. Remedy: {parts}."
             )
+            return
+        raise StepError(
+            f"ranks that divide the same {what} had different losses or random numbers at step {self.global_steps + 1}"
+            ": they saw different data, drew different random numbers, or their loss looks at what they divide. Weights "
+            "are those before this step. Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the "
+            "world, and seed all ranks of a group alike. What one of them does alone must draw from a generator of its "
+            f"own, as DataLoader(generator=...) does. And {parts}."
+        )
 
     def _skip(self, step: UnsettledStep, outcome: Outcome) -> None:
         """Skip a step, and remember the error if that does not help.

@@ -16,6 +16,7 @@ from .collectives import Region, make_region
 from .convert import convert
 from .describe import describe
 from .infer import Trials, infer_with, prove_given
+from .partial_outputs import refuse_partial_outputs
 from .planning import make_plan, own_plan
 from .sequence import SequenceParallel, blocks_of
 from .styles import ParallelPlan, Style
@@ -110,6 +111,7 @@ def carry_out(
     result = Parallelized(model, made, region, describe(model, made))
     _take_rank_zeros(model, region)
     result._undo += convert(model, made, region)
+    result._undo += [hook.remove for hook in refuse_partial_outputs(model, made, sequence_parallel=sequence_parallel)]
     if sequence_parallel:
         result._undo.append(SequenceParallel(model, made, region).remove)
     if vocab_parallel_loss_of is not None:

@@ -30,7 +30,25 @@ from .styles import COLUMN, STYLES, SYNONYMS, WHOLE, Assignment, ParallelPlan, S
 
 
 def own_plan(model: nn.Module) -> dict[str, Style]:
-    """Return the plan that a Hugging Face model ships, with full names; {} if it has none."""
+    """Return the plan that a Hugging Face model ships, with full names; {} if it has none.
+
+    What wraps such models, as peft does and whoever gives one a head of his own, has theirs.
+    """
+    wraps = hasattr(model, "peft_config")  # and hands on what it is asked for
+    shipped = {} if wraps else _shipped(model)
+    if shipped:
+        return shipped
+    found: dict[str, Style] = {}
+    homes: list[str] = []
+    for name, module in model.named_modules():
+        if not name or not hasattr(type(module), "base_model_prefix") or any(name.startswith(f"{h}.") for h in homes):
+            continue
+        homes.append(name)
+        found |= {f"{name}.{pattern}": style for pattern, style in _shipped(module).items()}
+    return found
+
+
+def _shipped(model: nn.Module) -> dict[str, Style]:
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if isinstance(plan, Mapping) and plan:
         return dict(plan)

@@ -1,7 +1,9 @@
 """Proves by numbers that a block which a plan divides computes the same as before: output and all gradients.
 
 A copy of the block gets random values for every parameter, so that no bias is zero and no norm is one. It is run once whole
-and once divided, with threads as ranks, on the same input: batch 2, an odd number of tokens.
+and once divided, with threads as ranks, on the same input: batch 2, an odd number of tokens. A block that does something
+else in training than in evaluation, with the same result each time, is tried in both modes. Dropout is left out: ranks drop
+other elements of what they divide.
 """
 
 from __future__ import annotations
@@ -102,18 +104,54 @@ def difference(block: nn.Module, plan: ParallelPlan, call: Call, width: int) -> 
             expected = _run(_copy(pattern), args, kwargs)
         except Exception as error:
             return f"{NOT_ALONE} {BATCH} x {TOKENS} tokens ({in_short(error)})"
+        found = _divided(pattern, plan, args, kwargs, expected)
+        if found is None and (trained := _trained(pattern, args, kwargs, expected)) is not None:
+            found = _divided(pattern.train(), plan, args, kwargs, trained)
+            found = None if found is None else f"{found}, in training"
+    return found
 
-        def work(axis: ThreadAxis) -> Outcome:
-            mine = _copy(pattern)
-            convert(mine, plan, Region(axis))
-            return _whole(mine, _run(mine, args, kwargs), axis)
 
-        try:
-            outcomes = on_threads(plan.size, work)
-        except Exception as error:
-            return f"cannot be run when it is divided ({in_short(error)})"
+def _divided(pattern: nn.Module, plan: ParallelPlan, args: Any, kwargs: Any, expected: Outcome) -> str | None:
+    """Return how a copy of ``pattern`` that is divided differs from what is ``expected``, or None."""
+
+    def work(axis: ThreadAxis) -> Outcome:
+        mine = _copy(pattern)
+        convert(mine, plan, Region(axis))
+        return _whole(mine, _run(mine, args, kwargs), axis)
+
+    try:
+        outcomes = on_threads(plan.size, work)
+    except Exception as error:
+        return f"cannot be run when it is divided ({in_short(error)})"
     name = first_difference(outcomes, expected, _TOLERANCE, _TOLERANCE_OF_ALL)
     return f"differs in {name}" if name else None
+
+
+def _trained(pattern: nn.Module, args: Any, kwargs: Any, evaluated: Outcome) -> Outcome | None:
+    """Return what ``pattern`` gives in training without dropout; None if that is what it gives in evaluation, or chance."""
+    _leave_out_dropout(pattern)
+
+    def run(seed: int) -> Outcome:
+        torch.manual_seed(seed)
+        return _run(_copy(pattern).train(), args, kwargs)
+
+    with torch.random.fork_rng(devices=[]), suppress(Exception):  # what needs more to be trained is tried in evaluation
+        found = run(1)
+        if not _are_equal(found, evaluated) and _are_equal(found, run(2)):
+            return found
+    return None
+
+
+def _leave_out_dropout(pattern: nn.Module) -> None:
+    """Let dropout drop nothing: that of torch's layers, and what attributes of other modules say of it."""
+    for module in pattern.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or isinstance(module, nn.modules.dropout._DropoutNd)):
+                vars(module)[name] = 0.0
+
+
+def _are_equal(one: Outcome, other: Outcome) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def bytes_of_trial(block: nn.Module, size: int) -> int:
