@@ -436,7 +436,7 @@ class Looking(nn.Module):
         elif self.kind == "parameter":
             between = between * self.scale
         elif self.kind == "in training" and self.training:
-            between = between - between.mean(-1, keepdim=True)
+            between = functional.dropout(between - between.mean(-1, keepdim=True), self.dropout)
         elif self.kind == "dropout":
             between = functional.dropout(between, self.dropout, self.training)
         return x + self.down(between)
