@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerorun.errors import ConfigError, LaunchError
+from zerorun.log import open_standard_streams
 
 from .options import VERIFY_CODES, VERIFY_MODULE, build_parser, parse_args
 
@@ -37,6 +38,7 @@ _ENV_FILES = (".deepspeed_env", ".zerorun_env")  # in the home directory, then i
 
 def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
     """Run the command line ``argv`` and return the exit status. ``defaults``: of options, by their ``dest``."""
+    open_standard_streams()
     parser = build_parser()
     parser.set_defaults(**defaults)
     args = parse_args(parser, sys.argv[1:] if argv is None else argv, os.environ)
@@ -79,6 +81,13 @@ def _launch(args: argparse.Namespace) -> int:
     if launcher == "local" and not is_meant and (warning := other_launchers(os.environ)):
         print(f"[zerorun] warning: {warning}", file=sys.stderr, flush=True)
     request = make_request(args, launcher, hosts, os.environ)
+    most = max((len(host.slots or ()) for host in request.hosts), default=0)
+    if args.local_ranks_filter is not None and min(args.local_ranks_filter) >= most:
+        asked = ",".join(map(str, sorted(args.local_ranks_filter)))
+        raise LaunchError(
+            f"--local-ranks-filter {asked}: no host has such a rank, so that no output would be shown. Remedy: numbers "
+            f"below {most}, which ranks have on each host."
+        )
     options = carrier_options(args)
 
     def carrier(host: Host) -> Sequence[str] | None:
@@ -139,7 +148,7 @@ def _ask_jobs(args: argparse.Namespace) -> int:
 
     from .agent_commands import CARRIERS
     from .chosen_hosts import choose_hosts, own_names
-    from .dump import chosen, gather, nodes_of, on_this_host, one_job, page, trace_on_this_host
+    from .dump import TRACED_STEPS, chosen, gather, nodes_of, on_this_host, one_job, page, trace_on_this_host
 
     job = args.dump if args.trace is None else args.trace
     if args.launcher == "slurm" and job:
@@ -158,8 +167,9 @@ def _ask_jobs(args: argparse.Namespace) -> int:
         print_lines(page(found, silent, job, asked=asked))
         return 1 if silent else 0
     first = one_job(chosen(found, silent, job, asked=asked))
-    steps, file = str(args.steps), f"zerorun-trace-{time.strftime('%H%M%S')}.json"
-    taken, _ = ask(lambda: trace_on_this_host(first.job, args.steps, file), first.job, steps, file)
+    count = args.steps or TRACED_STEPS
+    steps, file = str(count), f"zerorun-trace-{time.strftime('%H%M%S')}.json"
+    taken, _ = ask(lambda: trace_on_this_host(first.job, count, file), first.job, steps, file)
     if not taken:
         raise LaunchError(f"--trace: rank 0 of job {first.job} has ended.")
     print(f"rank 0 of job {first.job} writes its next {steps} steps to {file}, in its folder on {first.host}")

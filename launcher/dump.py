@@ -79,6 +79,9 @@ def on_this_host(*, stacks: bool = True) -> list[RankState]:
     return [state for look in looks if (state := look.end()) is not None]
 
 
+TRACED_STEPS = 3  # if nobody says how many
+
+
 def trace_on_this_host(job: str, steps: int, file: str) -> list[RankState]:
     """Ask ``job`` for a trace of its next ``steps`` steps, and return its rank 0; nothing if that is not here."""
     for state in on_this_host(stacks=False):
@@ -231,7 +234,8 @@ def one_job(found: Sequence[RankState]) -> RankState:
     first = jobs[0][0]
     if first.seen.sight.rank:
         raise LaunchError(
-            f"--trace: rank 0 of {headline(jobs[0])} was not seen. Remedy: give the hostfile of the whole job."
+            f"--trace: rank 0 of job {first.job} was not among the {counted(len(jobs[0]), 'rank')} that were seen. Remedy: "
+            "try again, in case it had only begun; of a job on several hosts, give the hostfile."
         )
     return first
 

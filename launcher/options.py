@@ -225,7 +225,7 @@ def _add_run_options(add: Callable[..., None]) -> None:
         help="start nothing: have a running job trace its next steps, in a file in the folder of its rank 0. JOB: as of "
         "--dump, if there are several",
     )
-    add("--steps", type=_positive, default=3, metavar="N", help="with --trace: how many (default: 3)")
+    add("--steps", type=_positive, metavar="N", help="with --trace: how many (default: 3)")
     add("--dry-run", dest="dry_run", action="store_const", const="text", help="print the plan; start nothing")
     add("--dry-run=json", dest="dry_run", action="store_const", const="json", help="the same as JSON")
 
@@ -270,6 +270,8 @@ def parse_args(
     least, args.num_nodes = args.num_nodes
     args.min_nodes = args.min_nodes or least
     args.asks_jobs = args.dump is not None or args.trace is not None
+    if args.steps and args.trace is None:
+        parser.error("--steps: how many a trace has, and none is asked for. Remedy: --trace, or leave it out.")
     others = _other_hosts(args)
     if args.standalone and (others or (args.num_nodes or 1) > 1):
         others = others or f"--num-nodes {args.num_nodes}"

@@ -18,12 +18,13 @@ the end of the job the launcher stays until all is read or the reader is gone, a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from zerorun.log import counted
 
@@ -51,11 +52,13 @@ class Screen:
         self._open_rank: int | None = None  # whose line has no line feed yet
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLOUT)
-        self._broken = False
+        self.failure: OSError | None = None  # nothing can be written here any more
+        self.lost = 0  # bytes, since then
 
     def put(self, rank: int, data: bytes) -> None:
         """Append ``data`` of ``rank``; rank -1 is the launcher itself."""
-        if not data or self._broken:
+        if not data or self.failure is not None:
+            self.lost += len(data)
             return
         if self._open_rank not in (None, rank):
             self._pending += b"\n"
@@ -74,8 +77,8 @@ class Screen:
                 written = os.write(self._fd, self._pending[:_SAFE_WRITE])
             except BlockingIOError:
                 return
-            except OSError:  # the reader is gone: the job goes on without it
-                self._broken = True
+            except OSError as error:  # the reader is gone, or the disk is full: the job goes on without it
+                self.failure, self.lost = error, len(self._pending)
                 self._pending.clear()
                 return
             del self._pending[:written]
@@ -322,6 +325,11 @@ class Outputs:
             elif not told and now - since > STUCK_SECONDS:
                 told = True
                 self._tell("wait for a reader that does not read. Remedy: let it read, or press Ctrl-C, which drops them.")
+        for name, screen, other in self._screens():
+            if screen.failure is not None and screen.failure.errno != errno.EPIPE:  # a reader may stop, as `head` does
+                lost = f"{screen.lost} bytes of the job's {name} are lost: {screen.failure.strerror}"
+                other.say(f"[zerorun] {lost}. Remedy: --log-dir keeps all output.")
+                other.drain()
 
     def drop(self) -> None:
         """Give up what has not been read."""
@@ -331,7 +339,11 @@ class Outputs:
 
     def _tell(self, what: str) -> None:
         """Say of a stream that waits for its reader, on the other one, how many bytes of it ``what``."""
-        streams = (STREAMS[0], self._stdout, self._stderr), (STREAMS[1], self._stderr, self._stdout)
-        for name, screen, other in streams:
+        for name, screen, other in self._screens():
             if screen.pending and not other.pending:
                 other.say(f"[zerorun] the job has ended; {screen.pending} bytes of its {name} {what}")
+
+    def _screens(self) -> Iterator[tuple[str, Screen, Screen]]:
+        """Yield the name of each stream, its screen, and that of the other one."""
+        yield STREAMS[0], self._stdout, self._stderr
+        yield STREAMS[1], self._stderr, self._stdout

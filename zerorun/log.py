@@ -98,12 +98,24 @@ def _leave(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
+def open_standard_streams() -> None:
+    """Let closed standard streams lead nowhere, as those of daemons are: else the next files would get their numbers."""
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+        if getattr(sys, name) is None:  # Python found it closed
+            setattr(sys, name, os.fdopen(fd, "w" if fd else "r", closefd=False))
+
+
 def run_command(program: str, failed: int, command: Callable[[], tuple[int, Iterable[str]]]) -> int:
     """Print the lines that ``command`` returns, and return its exit status.
 
     An error of zerorun or of the system is printed as one line on stderr, any other exception as a traceback. In both cases
     the status is ``failed`` instead of Python's 1, which may have another meaning. Ctrl-C gives 130.
     """
+    open_standard_streams()
     try:
         status, lines = command()
         print_lines(lines)
@@ -126,6 +138,7 @@ def _fail(program: str, status: int, message: str) -> int:
 
 def print_lines(lines: Iterable[str]) -> None:
     """Print ``lines`` until the reader of stdout closes it."""
+    open_standard_streams()
     try:
         for line in lines:
             print(printable(line))

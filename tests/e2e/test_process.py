@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -360,3 +361,15 @@ def test_a_process_that_the_script_forks_ends_by_itself() -> None:
     with start_ranks(2, FORKING) as scripts:
         for code, out, errors in [script.finish(60 * patience()) for script in scripts]:
             assert (code, out) == (0, "3\n"), errors
+
+
+@pytest.mark.parametrize(
+    "module",
+    [("zerorun.pipeline.cli", "--stages=4", "--micro-batches=8"), ("zerorun.config", "--keys"), ("zerorun", "--help")],
+)
+@pytest.mark.parametrize("closed", ["stdout is closed", "nobody reads"])
+def test_a_command_that_nobody_reads_ends_in_no_traceback(module: tuple[str, ...], closed: str) -> None:
+    after = ">&-" if closed == "stdout is closed" else "| true"
+    command = f"{shlex.join([sys.executable, '-m', *module])} {after}"
+    done = subprocess.run(command, shell=True, text=True, capture_output=True, check=False, timeout=60 * patience())
+    assert (done.returncode, done.stderr) == (0, "")

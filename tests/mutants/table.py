@@ -4605,6 +4605,22 @@ MUTANTS = (
         ("tests/unit/test_tensor_parallel_plans.py", "-k", "looks_across_is_refused"),
     ),
     Mutant(
+        "a-launcher-with-closed-streams-waits-for-ever",
+        "order",
+        "launcher/cli.py",
+        "    open_standard_streams()",
+        "",
+        ("tests/unit/test_launcher_processes.py", "-k", "those_of_a_daemon"),
+    ),
+    Mutant(
+        "what-a-full-disk-does-not-take-is-lost-without-a-word",
+        "swallowed",
+        "launcher/worker_output.py",
+        "                self.failure, self.lost = error, len(self._pending)",
+        "                self.failure = error",
+        ("tests/unit/test_launcher_processes.py", "-k", "full_disk"),
+    ),
+    Mutant(
         "a-rank-decides-alone-that-tied-tensors-are-equal",
         "rank",
         "zerorun/checkpoint/matching.py",

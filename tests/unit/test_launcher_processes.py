@@ -454,6 +454,38 @@ def test_reader_that_leaves_does_not_end_the_job(start: Start) -> None:
     assert (job.folder / "end0").exists() and (job.folder / "end1").exists()
 
 
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_streams_that_are_closed_are_those_of_a_daemon(start: Start, closed: tuple[int, ...]) -> None:
+    """The job's own pipes would get their numbers, and it never ended."""
+    script = "meet(0, 1)\nprint('out', rank)\nprint('err', rank, file=sys.stderr)"
+    job = start(script, "--nproc=2", preexec_fn=lambda: [os.close(fd) for fd in closed])
+    code, out, err = job.finish()
+    assert code == 0
+    assert sorted(out.splitlines()) == ([] if 1 in closed else ["[rank 1] out 1", "out 0"])
+    assert sorted(err.splitlines()) == ([] if 2 in closed else ["[rank 1] err 1", "err 0"])
+
+
+def test_output_that_a_full_disk_does_not_take_is_told(start: Start) -> None:
+    with open("/dev/full", "wb") as full:
+        job = start("print('x' * 10)", "--nproc=1", stdout=full)
+        err = job.process.communicate(timeout=20 * patience())[1].decode()
+    lost = "[zerorun] 11 bytes of the job's stdout are lost: No space left on device. Remedy: --log-dir keeps all output.\n"
+    assert (job.process.returncode, err) == (0, lost)
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        ("--local-ranks-filter=2,5", "--local-ranks-filter 2,5: no host has such a rank"),
+        ("--steps=4", "--steps: how many a trace has, and none is asked for"),
+    ],
+)
+def test_options_that_would_do_nothing(start: Start, option: str, told: str) -> None:
+    code, out, err = start("note(0)", "--nproc=2", option).finish()
+    assert (code, out) == (2, "")
+    assert told in err and "Remedy" in err
+
+
 def test_log_files_hold_each_stream(start: Start) -> None:
     script = "print('out', rank, end='\\rx')\nprint('err', rank, file=sys.stderr)"
     job = start(script, "--nproc=2", "--log-dir=deep/logs")

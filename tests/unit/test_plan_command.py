@@ -134,7 +134,7 @@ def test_the_command_gives_json(folder: Path, capsys: pytest.CaptureFixture[str]
 def test_bad_arguments(
     folder: Path, capsys: pytest.CaptureFixture[str], more: dict[str, str], words: tuple[str, ...]
 ) -> None:
-    assert run(**more) == 1
+    assert run(**more) == 2
     said = capsys.readouterr().err
     for word in words:
         assert word in said

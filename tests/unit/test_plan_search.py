@@ -393,6 +393,15 @@ def test_bad_goals_and_models_are_told(capsys: pytest.CaptureFixture[str]) -> No
         zerorun.plan_run(3, "8xH100")
     assert cli.main(["--model", "config.json"]) == 2
     assert "--gpus = null: is needed." in capsys.readouterr().err
+    idle = ["--days", "3", "--price", "2", "--ranks", "5"]
+    assert cli.main(["--model", "config.json", "--gpus", "8xH100", *idle]) == 2
+    told = capsys.readouterr().err
+    for key in (
+        "--days = 3.0: it is about the whole run",
+        "--price = 2.0: it is",
+        "--ranks = 5: only --calibrate measures",
+    ):
+        assert key in told
     assert shape_of({**LLAMA_8B, "model_type": "mistral"}).parameters == 8_030_261_248
 
 

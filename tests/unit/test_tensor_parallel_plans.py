@@ -412,7 +412,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert code == 0
     assert "blocks.*.qkv: fused_colwise, 2 x [96, 32] -> [48, 32]" in said
     assert "bytes of parameters: " in said
-    assert failed == 1 and "has no attribute 'other'. Remedy:" in errors
+    assert failed == 2 and "has no attribute 'other'. Remedy:" in errors
 
 
 # -- given plans are tried out -------------------------------------------------------------------------------------

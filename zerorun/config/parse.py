@@ -25,7 +25,7 @@ from zerorun.config.rules import collect_notes, context_sizes, find_contradictio
 from zerorun.config.schema import Config, Optimizer, Provenance, Scheduler, ZeroOptimization, flatten
 from zerorun.config.source import read_source
 from zerorun.errors import ConfigError, ConfigProblem
-from zerorun.log import print_lines
+from zerorun.log import open_standard_streams, print_lines
 
 __all__ = [
     "Config",
@@ -491,5 +491,6 @@ def _report(config: Config) -> dict[str, Any]:
 
 def _print(text: str) -> None:
     """Print ``text`` so that any terminal can show it: a configuration may contain half a surrogate pair."""
+    open_standard_streams()
     encoding = sys.stdout.encoding or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding))
+    print_lines(text.encode(encoding, "backslashreplace").decode(encoding).splitlines())

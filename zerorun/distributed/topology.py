@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from ..config.degrees import degrees_for_experts, divisors
 from ..config.parse import load_config
 from ..errors import ConfigError, TopologyError
-from ..log import warn_once
+from ..log import print_lines, warn_once
 from .mesh_places import Places, view_of, views_in_use
 from .process_topology import PipeModelDataParallelTopology, ProcessTopology
 from .topology_picture import draw
@@ -454,7 +454,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, TopologyError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(planned.describe(args.ranks_per_host))
+    print_lines(planned.describe(args.ranks_per_host).splitlines())
     return 0
 
 

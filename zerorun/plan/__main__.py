@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from ..errors import TopologyError, ZerorunError
+from ..log import print_lines
 from ..memory.estimate import default_transport
 from ..model_setup.checked_arguments import take_in
 from ..model_setup.model_factory import model_from
@@ -35,8 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
         plan = plan_of(given.model, given.config, given.world_size, given.rank, given.ranks_per_node, given.device)
     except (ZerorunError, OSError) as error:
         print(error, file=sys.stderr)
-        return 1
-    print(to_json(plan, indent=1) if given.json else as_table(plan))
+        return 2
+    print_lines((to_json(plan, indent=1) if given.json else as_table(plan)).splitlines())
     return 0
 
 

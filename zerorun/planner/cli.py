@@ -85,6 +85,7 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
     if missing:
         reason = "is needed."
         raise ConfigError([ConfigProblem(f"--{key}", None, reason, "see --help.") for key in missing], "arguments")
+    _refuse_idle(args)
     if args.predict:
         return 0, [_predict(args.predict, args.out)]
     goal = Goal(
@@ -111,6 +112,19 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
         beside = {} if comparison is None else {"comparison": comparison.as_json()}
         return 0, json.dumps({**plan.as_json(), **beside}, indent=2).splitlines()
     return 0, [*plan.page(), *(comparison.page() if comparison is not None else ()), *_configuration(args, plan)]
+
+
+def _refuse_idle(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options that would say nothing without another one."""
+    problems = []
+    for key, value in (("--days", args.days), ("--price", args.price)):
+        if value and not args.tokens:
+            reason = "it is about the whole run, and nothing says how long that is."
+            problems.append(ConfigProblem(key, value, reason, "Give --tokens, too, such as 1e12."))
+    if args.ranks != 1:
+        problems.append(ConfigProblem("--ranks", args.ranks, "only --calibrate measures.", "Leave it out, or add that."))
+    if problems:
+        raise ConfigError(problems, "arguments")
 
 
 def _configuration(args: argparse.Namespace, plan: RunPlan) -> Iterator[str]:

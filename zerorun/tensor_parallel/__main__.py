@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from ..errors import ZerorunError
+from ..log import print_lines
 from ..model_setup.model_factory import model_from
 from .describe import bytes_per_rank, describe
 from .infer import infer_plan
@@ -25,12 +26,11 @@ def main(arguments: list[str] | None = None) -> int:
         plan = make_plan(model, None if shipped else infer_plan(model, given.size), given.size)
     except ZerorunError as error:
         print(error, file=sys.stderr)
-        return 1
-    print(f"{type(model).__name__}: {'its own plan' if shipped else 'inferred plan'}, {given.size} ranks")
-    print(describe(model, plan))
+        return 2
+    told = f"{type(model).__name__}: {'its own plan' if shipped else 'inferred plan'}, {given.size} ranks"
     whole = sum(param.numel() * param.element_size() for param in model.parameters())
     parts = " ".join(f"{count:,}" for count in bytes_per_rank(model, plan))
-    print(f"bytes of parameters: {whole:,} whole; by rank {parts}")
+    print_lines([told, *describe(model, plan).splitlines(), f"bytes of parameters: {whole:,} whole; by rank {parts}"])
     return 0
 
 
