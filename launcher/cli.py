@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerorun.errors import ConfigError, LaunchError
-from zerorun.log import open_standard_streams
 
 from .options import VERIFY_CODES, VERIFY_MODULE, build_parser, parse_args
 
@@ -38,7 +37,10 @@ _ENV_FILES = (".deepspeed_env", ".zerorun_env")  # in the home directory, then i
 
 def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
     """Run the command line ``argv`` and return the exit status. ``defaults``: of options, by their ``dest``."""
-    open_standard_streams()
+    if None in (sys.stdin, sys.stdout, sys.stderr):  # they were closed when Python began
+        from zerorun.log import open_standard_streams
+
+        open_standard_streams()
     parser = build_parser()
     parser.set_defaults(**defaults)
     args = parse_args(parser, sys.argv[1:] if argv is None else argv, os.environ)

@@ -4608,7 +4608,7 @@ MUTANTS = (
         "a-launcher-with-closed-streams-waits-for-ever",
         "order",
         "launcher/cli.py",
-        "    open_standard_streams()",
+        "        open_standard_streams()",
         "",
         ("tests/unit/test_launcher_processes.py", "-k", "those_of_a_daemon"),
     ),
