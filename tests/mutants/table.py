@@ -4621,6 +4621,14 @@ MUTANTS = (
         ("tests/unit/test_launcher_processes.py", "-k", "full_disk"),
     ),
     Mutant(
+        "a-slow-disk-is-told-of-the-wrong-rank",
+        "bound",
+        "zerorun/distributed/transport/world.py",
+        "        return [rank for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < self._calls]",
+        "        return [rank for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) <= self._calls]",
+        ("tests/ranks/test_waits.py", "-k", "disk_is_slow"),
+    ),
+    Mutant(
         "a-rank-decides-alone-that-tied-tensors-are-equal",
         "rank",
         "zerorun/checkpoint/matching.py",

@@ -121,6 +121,26 @@ def test_a_save_says_so_too() -> None:
     assert slow == ""
 
 
+def slow_disk() -> str:
+    """What this rank has on stderr where the disk of rank 1 takes its time in a save."""
+    engine = zerorun.initialize(nn.Linear(4, 4), make_config(1))
+    with told() as written, tempfile.TemporaryDirectory() as folder:
+        if dist.get_rank() == 1:
+            engine.checkpointer.check_point = lambda point: time.sleep(LATE_S) if point == "sync" else None
+        engine.save_checkpoint(Path(engine.comm.control.values(folder)[0]))
+        found = written.getvalue()
+        engine.comm.control.barrier()
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("ranks", (2, 3))
+def test_a_save_names_the_rank_whose_disk_is_slow(ranks: int) -> None:
+    for rank, text in enumerate(run_ranks(ranks, slow_disk)):
+        told_of = {line.rpartition(": ")[2] for line in text.splitlines()}
+        assert told_of == (set() if rank == 1 else {"what all ranks have to say or to write. Rank 1 has not come."})
+
+
 def lines_of(wait: Callable[[], None], after_s: float) -> list[str]:
     with told(after_s) as written:
         wait()

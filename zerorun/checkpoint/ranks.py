@@ -56,7 +56,7 @@ class Ranks:
         if self._group is None:
             return [value]
         try:
-            with waiting("checkpoint: what all ranks have to say or to write"):
+            with waiting("checkpoint: what all ranks have to say or to write", self._group.absent):
                 return self._group.values(value)
         except MessageError as error:
             raise CheckpointError(str(error)) from error

@@ -5,8 +5,9 @@ Engines move their data by transports, which count it, and decide by control.py.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from time import monotonic_ns, perf_counter
 from typing import TypeVar
@@ -264,10 +265,18 @@ def _world() -> dist.ProcessGroup:
 
 
 class HostGroup:
-    """A process group of its own for data in host memory, with its own ``timeout``. All ranks must make it."""
+    """A process group of its own for data in host memory, with its own ``timeout``. All ranks must make it.
+
+    Ranks leave word in the store where they met of how often they have called ``values``: ``absent`` reads it, which
+    only those do who wait long.
+    """
+
+    _made = itertools.count()
 
     def __init__(self, timeout: timedelta) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._store: dist.Store = dist.distributed_c10d._get_default_store()
+        self._name, self._calls = f"zerorun: calls in host group {next(self._made)}, rank", 0
 
     def close(self) -> None:
         """Destroy the group."""
@@ -275,7 +284,16 @@ class HostGroup:
 
     def values(self, value: T) -> list[T]:
         """Every rank's value, by rank."""
+        self._calls += 1
+        with suppress(RuntimeError):  # rank 0, which has the store, has ended: the exchange says so
+            self._store.set(f"{self._name} {rank()}", str(self._calls))
         return _gather_values(value, self._group)
+
+    def absent(self) -> list[int]:
+        """The ranks that have not come to the newest ``values``. For another thread: it has a connection of its own."""
+        store, ranks = self._store.clone(), range(self._group.size())  # type: ignore[attr-defined]
+        keys = {rank: f"{self._name} {rank}" for rank in ranks}
+        return [rank for rank, key in keys.items() if not store.check([key]) or int(store.get(key)) < self._calls]
 
     def barrier(self) -> None:
         """Return when all ranks have called it."""
