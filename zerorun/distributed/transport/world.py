@@ -5,7 +5,6 @@ Engines move their data by transports, which count it, and decide by control.py.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -271,12 +270,10 @@ class HostGroup:
     only those do who wait long.
     """
 
-    _made = itertools.count()
-
     def __init__(self, timeout: timedelta) -> None:
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._store: dist.Store = dist.distributed_c10d._get_default_store()
-        self._name, self._calls = f"zerorun: calls in host group {next(self._made)}, rank", 0
+        self._name, self._calls = f"zerorun: calls in group {self._group.group_name}, rank", 0
 
     def close(self) -> None:
         """Destroy the group."""
