@@ -84,7 +84,7 @@ def _launch(args: argparse.Namespace) -> int:
         print(f"[zerorun] warning: {warning}", file=sys.stderr, flush=True)
     request = make_request(args, launcher, hosts, os.environ)
     most = max((len(host.slots or ()) for host in request.hosts), default=0)
-    if args.local_ranks_filter is not None and min(args.local_ranks_filter) >= most:
+    if most and args.local_ranks_filter is not None and min(args.local_ranks_filter) >= most:
         asked = ",".join(map(str, sorted(args.local_ranks_filter)))
         raise LaunchError(
             f"--local-ranks-filter {asked}: no host has such a rank, so that no output would be shown. Remedy: numbers "

@@ -828,7 +828,9 @@ def test_degrees_that_fit_the_ranks() -> None:
             "zero_optimization.zero_quantized_gradients_bits",
             "Use one of 4 or 8.",
         ),
-        ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage", "without quotes"),
+        ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage", "number without quotes, such as 8"),
+        ({"zero_optimization": {"stage": True}}, "zero_optimization.stage", "Write it as a number, such as 8"),
+        ({"train_batch_size": float("inf")}, "train_batch_size", "Write a whole number"),
         ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1e-4}}}, "params.learning_rate", 'mean "lr"'),
         (
             {"optimizer": {"type": "AdamW8bit"}, "bf16": {"enabled": True, "bf16_optimizer_states": True}},

@@ -129,7 +129,7 @@ def test_a_trace_is_asked_for_on_the_board_of_rank_0(
     ("found", "words"),
     [
         ([("a", 0), ("b", 0)], "more than one job runs here. Remedy: give the name of one. job a: 1 of 8"),
-        ([("a", 1), ("a", 2)], "rank 0 of job a: 2 of 8 ranks on 1 host"),
+        ([("a", 1), ("a", 2)], "rank 0 of job a was not among the 2 ranks that were seen"),
     ],
 )
 def test_whom_to_ask_for_a_trace_must_be_clear(found: list[tuple[str, int]], words: str) -> None:

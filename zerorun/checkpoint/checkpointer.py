@@ -115,7 +115,7 @@ class Checkpointer:
         target = self._meet("save_checkpoint()", look)
         asked = f"save_latest={latest}, exclude_frozen_parameters={trainable_only}, asynchronous={asynchronous}"
         refuse_other(self.saver.ranks, asked, "save_checkpoint()")
-        self._tell_of_another(target.directory / target.tag)
+        _tell_of_another(target.directory / target.tag, self.saver)
         if not asynchronous:
             self.subject.comm.fence()
         captured = self.capture(target.tag, client_state or {}, trainable_only=trainable_only, joined=False)
@@ -125,15 +125,6 @@ class Checkpointer:
         if is_rank_zero():
             logger.info("checkpoint %s %s", path, "is being written" if asynchronous else "is saved")
         return path
-
-    def _tell_of_another(self, path: Path) -> None:
-        """Warn if this save replaces the one of another engine of this process, such as the other half of a GAN."""
-        if _last_to_save.get(path, self.saver) is not self.saver:
-            warn_once(
-                f"{path}, which another engine of this script has saved, is replaced by this engine's. Remedy, if both are "
-                "to stay: give each engine a directory or tags of its own."
-            )
-        _last_to_save[path] = self.saver
 
     def export(self, directory: str | Path, asked: torch.dtype | str | None, *, merge_adapter: bool = False) -> Path:
         """Write the weights alone, for Hugging Face, PEFT and others, as the new directory ``directory``."""
@@ -557,6 +548,16 @@ def _restore_counters(
     if manifest.loss_scale is not None and run.config.scales_loss and wanted.optimizer:
         lines.append(run.scaler.go_on_from(manifest.loss_scale))
     return lines
+
+
+def _tell_of_another(path: Path, saver: Saver) -> None:
+    """Warn if ``saver`` replaces the checkpoint of another engine of this process, such as the other half of a GAN."""
+    if _last_to_save.get(path, saver) is not saver:
+        warn_once(
+            f"{path}, which another engine of this script has saved, is replaced by this engine's. Remedy, if both are "
+            "to stay: give each engine a directory or tags of its own."
+        )
+    _last_to_save[path] = saver
 
 
 def _tell_of_batch(saved: Any, own: int) -> None:

@@ -125,6 +125,10 @@ def fail(reason: str, remedy: str) -> NoReturn:
     raise PydanticCustomError("zerorun", "{reason}", {"reason": reason, "remedy": remedy})
 
 
+def _bare(value: object) -> str:
+    return " without quotes" if isinstance(value, str) else ""
+
+
 def _kind(value: object) -> str:
     names = {bool: "a boolean", str: "a string", dict: "an object", list: "a list", float: "a number", int: "a number"}
     return names.get(type(value), type(value).__name__)
@@ -132,7 +136,9 @@ def _kind(value: object) -> str:
 
 def _whole(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        fail(f"must be a whole number, not {_kind(value)}.", "Write it as a number without quotes, such as 8 or 5e8.")
+        fail(f"must be a whole number, not {_kind(value)}.", f"Write it as a number{_bare(value)}, such as 8 or 5e8.")
+    if isinstance(value, float) and not math.isfinite(value):
+        fail("must be finite.", "Write a whole number.")
     if isinstance(value, float) and not value.is_integer():
         fail("must be a whole number.", "Round it.")
     if abs(value) >= 2**63:
@@ -149,13 +155,13 @@ def _real(value: object) -> float:
 
 def _real_or_infinite(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        fail(f"must be a number, not {_kind(value)}.", "Write it as a number without quotes, such as 1e-4.")
+        fail(f"must be a number, not {_kind(value)}.", f"Write it as a number{_bare(value)}, such as 1e-4.")
     return float(value)
 
 
 def _flag(value: object) -> bool:
     if not isinstance(value, bool):
-        fail(f"must be true or false, not {_kind(value)}.", "Write true or false, without quotes.")
+        fail(f"must be true or false, not {_kind(value)}.", f"Write true or false{_bare(value)}.")
     return value
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ..config.parse import Config
 from ..distributed.agreement import first_other
+from ..distributed.topology import Topology
 from ..errors import LossScaleError, NonFiniteError, StepError, ZerorunError
 from ..log import is_rank_zero, listed, logger, warn_once
 from ..monitors.device_sample import DeviceSample
@@ -195,6 +196,25 @@ class Counters(Batches):
 
 
 # -- what makes a step wrong before it is one: all ranks must know, so that none takes it alone ---------------------
+
+
+def _tell_of_parts(topology: Topology, step: int, *, far: bool) -> None:
+    """Raise StepError if ranks that should have had the same loss had others; warn if they were nearly the same."""
+    what = "layers" if topology.context == 1 else "sequences"
+    parts = (
+        f"a loss may not read {what} that they divide, as a penalty on weights does, nor what lies between them: each "
+        "rank has a part (`zerorun verify` shows where)"
+    )
+    if not far:
+        warn_once(f"ranks that divide the same {what} had losses that are apart by more than rounding. Remedy: {parts}.")
+        return
+    raise StepError(
+        f"ranks that divide the same {what} had different losses or random numbers at step {step}"
+        ": they saw different data, drew different random numbers, or their loss looks at what they divide. Weights "
+        "are those before this step. Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the "
+        "world, and seed all ranks of a group alike. What one of them does alone must draw from a generator of its "
+        f"own, as DataLoader(generator=...) does. And {parts}."
+    )
 
 
 def is_refused(model: ShardedModel) -> bool:
@@ -437,27 +457,7 @@ class Outcomes(Reports, Counters, LoopQueries):
             self.accumulation.notes.read()
             self._raise_bad_losses(self.accumulation.notes)
         if summary.apart > _ALIKE:
-            self._tell_of_parts(far=summary.apart > _APART)
-
-    def _tell_of_parts(self, *, far: bool) -> None:
-        """Raise StepError if ranks that should have had the same loss had others; warn if they were nearly the same."""
-        what = "layers" if self.topology.context == 1 else "sequences"
-        parts = (
-            f"a loss may not read {what} that they divide, as a penalty on weights does, nor what lies between them: each "
-            "rank has a part (`zerorun verify` shows where)"
-        )
-        if not far:
-            warn_once(
-                f"ranks that divide the same {what} had losses that are apart by more than rounding. Remedy: {parts}."
-            )
-            return
-        raise StepError(
-            f"ranks that divide the same {what} had different losses or random numbers at step {self.global_steps + 1}"
-            ": they saw different data, drew different random numbers, or their loss looks at what they divide. Weights "
-            "are those before this step. Remedy: choose data by engine.topology.data_parallel_rank, not by the rank of the "
-            "world, and seed all ranks of a group alike. What one of them does alone must draw from a generator of its "
-            f"own, as DataLoader(generator=...) does. And {parts}."
-        )
+            _tell_of_parts(self.topology, self.global_steps + 1, far=summary.apart > _APART)
 
     def _skip(self, step: UnsettledStep, outcome: Outcome) -> None:
         """Skip a step, and remember the error if that does not help.
