@@ -308,16 +308,15 @@ def prune(directory: Path, tag: str, keep: int | None) -> list[str]:
 def _remove_stale(left: Path) -> None:
     """Delete what an interrupted save has left, unless the save may still be running."""
     own_directory = _is_own(left)
-    if own_directory and _is_held(left):
-        return
     if own_directory or _is_mark(left):
         written = max(path.lstat().st_mtime for path in (left, *(left.iterdir() if own_directory else ())))
-        if time.time() - written > _STALE_S:
-            _remove_if_possible(left) if own_directory else left.unlink()
+        if time.time() - written <= _STALE_S or (own_directory and _is_held(left)):
+            return
+        _remove_if_possible(left) if own_directory else left.unlink()
 
 
 def _is_held(path: Path) -> bool:
-    """True if a save is writing the directory ``path``."""
+    """True if a save is writing the directory ``path``, which is not new: to look is to hold it for a moment."""
     try:
         HeldDirectory(path).release()
     except BlockingIOError:
