@@ -83,13 +83,7 @@ def _launch(args: argparse.Namespace) -> int:
     if launcher == "local" and not is_meant and (warning := other_launchers(os.environ)):
         print(f"[zerorun] warning: {warning}", file=sys.stderr, flush=True)
     request = make_request(args, launcher, hosts, os.environ)
-    most = max((len(host.slots or ()) for host in request.hosts), default=0)
-    if most and args.local_ranks_filter is not None and min(args.local_ranks_filter) >= most:
-        asked = ",".join(map(str, sorted(args.local_ranks_filter)))
-        raise LaunchError(
-            f"--local-ranks-filter {asked}: no host has such a rank, so that no output would be shown. Remedy: numbers "
-            f"below {most}, which ranks have on each host."
-        )
+    _refuse_to_show_nothing(args.local_ranks_filter, request)
     options = carrier_options(args)
 
     def carrier(host: Host) -> Sequence[str] | None:
@@ -109,6 +103,17 @@ def _launch(args: argparse.Namespace) -> int:
         if problem is not None:
             print(f"[zerorun] not requeued: {problem}", file=sys.stderr)
     return status
+
+
+def _refuse_to_show_nothing(local_ranks: frozenset[int] | None, request: LaunchRequest) -> None:
+    """Raise LaunchError if only the output of ``local_ranks`` is to be shown, and no host has any of them."""
+    most = max((len(host.slots or ()) for host in request.hosts), default=0)
+    if most and local_ranks is not None and min(local_ranks) >= most:
+        asked = ",".join(map(str, sorted(local_ranks)))
+        raise LaunchError(
+            f"--local-ranks-filter {asked}: no host has such a rank, so that no output would be shown. Remedy: numbers "
+            f"below {most}, which ranks have on each host."
+        )
 
 
 def _job_options(args: argparse.Namespace, carrier: Callable[[Host], Sequence[str] | None]) -> JobOptions:
@@ -150,7 +155,7 @@ def _ask_jobs(args: argparse.Namespace) -> int:
 
     from .agent_commands import CARRIERS
     from .chosen_hosts import choose_hosts, own_names
-    from .dump import TRACED_STEPS, chosen, gather, nodes_of, on_this_host, one_job, page, trace_on_this_host
+    from .dump import chosen, gather, nodes_of, on_this_host, one_job, page, trace_on_this_host
 
     job = args.dump if args.trace is None else args.trace
     if args.launcher == "slurm" and job:
@@ -169,9 +174,8 @@ def _ask_jobs(args: argparse.Namespace) -> int:
         print_lines(page(found, silent, job, asked=asked))
         return 1 if silent else 0
     first = one_job(chosen(found, silent, job, asked=asked))
-    count = args.steps or TRACED_STEPS
-    steps, file = str(count), f"zerorun-trace-{time.strftime('%H%M%S')}.json"
-    taken, _ = ask(lambda: trace_on_this_host(first.job, count, file), first.job, steps, file)
+    steps, file = str(args.steps), f"zerorun-trace-{time.strftime('%H%M%S')}.json"
+    taken, _ = ask(lambda: trace_on_this_host(first.job, args.steps, file), first.job, steps, file)
     if not taken:
         raise LaunchError(f"--trace: rank 0 of job {first.job} has ended.")
     print(f"rank 0 of job {first.job} writes its next {steps} steps to {file}, in its folder on {first.host}")

@@ -79,9 +79,6 @@ def on_this_host(*, stacks: bool = True) -> list[RankState]:
     return [state for look in looks if (state := look.end()) is not None]
 
 
-TRACED_STEPS = 3  # if nobody says how many
-
-
 def trace_on_this_host(job: str, steps: int, file: str) -> list[RankState]:
     """Ask ``job`` for a trace of its next ``steps`` steps, and return its rank 0; nothing if that is not here."""
     for state in on_this_host(stacks=False):

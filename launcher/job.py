@@ -91,7 +91,6 @@ class Job:
 
     def run(self) -> int:
         """Run the job, and return the exit status. Raises LaunchError if no worker could be started."""
-        _open_standard_streams()
         self._outputs = Outputs(self._options.shown, self._options.shown_local_ranks)
         make_log_dir(self._options.log_dir)
         status = 1
@@ -494,11 +493,3 @@ def _same_machines(nodes: Sequence[Node]) -> list[str]:
     seen: dict[str, str] = {}
     twins = [(node.name, seen.setdefault(node.facts["machine"], node.name)) for node in nodes]
     return [f"{name}: is the same machine as {twin}. Remedy: leave one out." for name, twin in twins if name != twin]
-
-
-def _open_standard_streams() -> None:
-    """Open /dev/null for those of stdin, stdout and stderr that are closed, so that no pipe of ours gets their numbers."""
-    fd = os.open(os.devnull, os.O_RDWR)
-    while fd < 3:
-        fd = os.dup(fd)
-    os.close(fd)

@@ -272,6 +272,7 @@ def parse_args(
     args.asks_jobs = args.dump is not None or args.trace is not None
     if args.steps and args.trace is None:
         parser.error("--steps: how many a trace has, and none is asked for. Remedy: --trace, or leave it out.")
+    args.steps = args.steps or 3
     others = _other_hosts(args)
     if args.standalone and (others or (args.num_nodes or 1) > 1):
         others = others or f"--num-nodes {args.num_nodes}"

@@ -35,8 +35,7 @@ from zerorun.checkpoint import stream, tensorfile
 from zerorun.checkpoint.files import is_plain
 from zerorun.checkpoint.json_values import decode, encode
 from zerorun.checkpoint.manifest import MANIFEST, SCHEMA, Manifest, read_manifest
-from zerorun.checkpoint.offline import alone
-from zerorun.checkpoint.ranks import attempt
+from zerorun.checkpoint.ranks import alone, attempt
 from zerorun.checkpoint.save import pack_scalars, scalar, unpack_scalars
 from zerorun.checkpoint.stream import FileWriter, WriteQueue, write_small
 from zerorun.checkpoint.tensorfile import (

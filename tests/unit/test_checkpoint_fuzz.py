@@ -35,7 +35,8 @@ from zerorun.checkpoint.importers.from_dcp import read_dcp
 from zerorun.checkpoint.importers.from_deepspeed import read_deepspeed
 from zerorun.checkpoint.json_values import decode, encode
 from zerorun.checkpoint.manifest import MANIFEST
-from zerorun.checkpoint.offline import alone, write_foreign
+from zerorun.checkpoint.offline import write_foreign
+from zerorun.checkpoint.ranks import alone
 from zerorun.checkpoint.read import Read, Reader, open_on_all
 from zerorun.checkpoint.save import unpack_scalars
 from zerorun.checkpoint.tensorfile import BLOCK_BYTES, dtype_of

@@ -27,7 +27,8 @@ from zerorun.checkpoint.cli.verify import check
 from zerorun.checkpoint.foreign import ForeignCheckpoint, ForeignTensor
 from zerorun.checkpoint.json_values import decode
 from zerorun.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from zerorun.checkpoint.offline import alone, write_foreign
+from zerorun.checkpoint.offline import write_foreign
+from zerorun.checkpoint.ranks import alone
 from zerorun.checkpoint.read import Read, Reader, candidates, open_on_all
 from zerorun.checkpoint.save import unpack_scalars
 from zerorun.checkpoint.stream import FileWriter, WriteQueue, write_small

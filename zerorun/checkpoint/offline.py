@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from ..distributed.topology import Topology
 from ..errors import CheckpointError
 from ..optim.loss_scaler import LossScaler
 from . import directory as folder
@@ -27,7 +26,7 @@ from .gather import Collector
 from .json_values import encode
 from .manifest import Manifest
 from .param_group_settings import IMPLEMENTATION
-from .ranks import Ranks
+from .ranks import alone
 from .save import Scalar, now, pack_scalars, versions
 from .stream import write_small
 from .tensorfile import Described, FileRecord, dtype_code
@@ -37,11 +36,6 @@ from .write_plan import MASTER, MAX_FILE_BYTES, MODEL, OPTIMIZER, STATE, Row, Ta
 STRETCH_BYTES = 4 << 20
 _COUNTERS = ("global_steps", "micro_steps", "skipped_steps")
 _ADAMS = ("Adam", "AdamW", "FusedAdam")  # one kind, as in load.optimizer_kind
-
-
-def alone() -> Ranks:
-    """The ranks of a process that is the only one. Needs no process group."""
-    return Ranks(Topology(1, 1, 0))
 
 
 @dataclass(frozen=True)

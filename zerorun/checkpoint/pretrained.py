@@ -12,7 +12,6 @@ from torch import nn
 
 from ..distributed.device import default_device
 from ..distributed.tensor_shard import TensorShard, shards_of
-from ..distributed.topology import Topology
 from ..distributed.transport.process_group import init_distributed
 from ..errors import CheckpointError
 from ..log import listed
@@ -27,7 +26,7 @@ from .inventory import Inventory, Subject
 from .load import ModelLoader
 from .manifest import read_manifest
 from .matching import NameMap, Wanted, compare_tensors, compare_ties
-from .ranks import Ranks
+from .ranks import Ranks, alone
 from .read import Read, Reader
 from .write_plan import MASTER, MODEL
 
@@ -97,7 +96,7 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
     shapes = {name: shards[id(p)].shape if id(p) in shards else tuple(p.shape) for name, p in params.items()}
     shapes |= {name: tuple(module._buffers[key].shape) for name, [(module, key), *_] in buffers.items()}  # type: ignore[union-attr]
     compare_tensors(reader, known, shapes, wanted)
-    compare_ties(reader, known, wanted, Ranks(Topology(1, 1, 0)))  # each rank by itself: here they read all the values
+    compare_ties(reader, known, wanted, alone())  # each rank by itself: here they read all the values
     _compare_base(params, shards, reader, wanted)
     _refuse_unfillable(model, {name for name in shapes if known.find(name)})
     for name, param in params.items():
@@ -112,7 +111,8 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
             for read in _reads(model, param, shards.get(id(param)), source, stored):
                 reader.read(read)
     for name, places in buffers.items():
-        stored, old = known.find(name), places[0][0]._buffers[places[0][1]]
+        first_module, first_key = places[0]
+        stored, old = known.find(name), first_module._buffers[first_key]
         if stored is not None and old is not None:
             flat = torch.empty(old.numel(), dtype=old.dtype)
             reader.read(Read(MODEL, stored, 0, flat))

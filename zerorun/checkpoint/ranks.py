@@ -136,6 +136,11 @@ def is_by_rank(topology: Topology, layout: Mapping[str, Any], count: int | None)
     return same and count == topology.world_size
 
 
+def alone() -> Ranks:
+    """The ranks of a process that is the only one. Needs no process group."""
+    return Ranks(Topology(1, 1, 0))
+
+
 @contextmanager
 def speaking_up(rank: int, what: str) -> Iterator[None]:
     """Log a warning if the block, in which ``rank`` waits for other ranks to call ``what``, takes long."""

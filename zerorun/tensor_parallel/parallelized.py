@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..distributed.topology import Topology
 from ..errors import ModelError
@@ -15,11 +18,14 @@ from .causal_loss import DividedLogits, with_divided_head
 from .collectives import Region, make_region
 from .convert import convert
 from .describe import describe
+from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
 from .infer import Trials, infer_with, prove_given
-from .partial_outputs import refuse_partial_outputs
 from .planning import make_plan, own_plan
 from .sequence import SequenceParallel, blocks_of
-from .styles import ParallelPlan, Style
+from .styles import COLUMN, ParallelPlan, Style
+
+_OF_ATTENTIONS = "each tensor rank computes some of the heads"
+_OF_HIDDEN_STATES = "with sequence_parallel each tensor rank has a part of the sequence between blocks"
 
 
 class Parallelized:
@@ -111,7 +117,7 @@ def carry_out(
     result = Parallelized(model, made, region, describe(model, made))
     _take_rank_zeros(model, region)
     result._undo += convert(model, made, region)
-    result._undo += [hook.remove for hook in refuse_partial_outputs(model, made, sequence_parallel=sequence_parallel)]
+    result._undo += [hook.remove for hook in _refuse_partial_outputs(model, made, sequence_parallel=sequence_parallel)]
     if sequence_parallel:
         result._undo.append(SequenceParallel(model, made, region).remove)
     if vocab_parallel_loss_of is not None:
@@ -123,3 +129,25 @@ def _take_rank_zeros(model: nn.Module, region: Region) -> None:
     for _, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):  # ranks may have them in any order
         if not tensor.is_meta and part_of(tensor) is None:
             region.axis.broadcast(tensor.data, "tensor: whole weights")
+
+
+def _refuse_partial_outputs(model: nn.Module, plan: ParallelPlan, *, sequence_parallel: bool) -> list[RemovableHandle]:
+    """Let ``model``, and Hugging Face models in it, raise ModelError if they are asked for what ranks have in part.
+
+    Their calls and their configurations ask for it. Return the hooks that see to it.
+    """
+    heads = QUERY_NAMES | KEY_VALUE_NAMES | FUSED_NAMES
+    refused = {}
+    if any(entry.style in COLUMN and entry.leaf in heads for entry in plan.entries):
+        refused["output_attentions"] = _OF_ATTENTIONS
+    if sequence_parallel:
+        refused["output_hidden_states"] = _OF_HIDDEN_STATES
+    asked = [module for module in model.modules() if hasattr(module, "config") and hasattr(module, "get_input_embeddings")]
+    return [module.register_forward_pre_hook(partial(_refuse, refused), with_kwargs=True) for module in asked if refused]
+
+
+def _refuse(refused: dict[str, str], module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    for name, reason in refused.items():
+        given = kwargs.get(name)
+        if given if given is not None else getattr(module.config, name, False):
+            raise ModelError(f"{name} cannot be had from {type(module).__name__} here: {reason}. Remedy: leave it out.")

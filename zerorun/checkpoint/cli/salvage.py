@@ -13,7 +13,7 @@ from ...errors import DamagedError
 from ..adapters import Adapters, stored_adapters
 from ..directory import missing_files
 from ..manifest import read_manifest
-from ..offline import alone
+from ..ranks import alone
 from ..read import Reader
 from ..write_plan import STATE
 
