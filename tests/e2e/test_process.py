@@ -263,6 +263,31 @@ def test_ranks_of_a_restart_do_not_meet_those_before() -> None:
             assert (code, said) == (0, "2\n"), errors
 
 
+LATE = """
+import os, sys, time
+import zerorun
+from zerorun.distributed.waits import watch
+watch.tell_after(0.3)
+if os.environ["RANK"] == sys.argv[1]:
+    while not os.path.exists(sys.argv[2]):
+        time.sleep(0.02)
+zerorun.init_distributed("cpu", timeout_s=float(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("late", (0, 2))
+def test_ranks_that_have_not_come_are_named(tmp_path: Path, late: int) -> None:
+    """In a line after half a minute, here at once, and in the error when the time is over."""
+    others = [rank for rank in range(3) if rank != late]
+    with start_ranks(3, LATE, str(late), str(tmp_path / "never"), "2") as scripts:
+        ended = [scripts[rank].finish(60 * patience()) for rank in others]
+    for code, _, errors in ended:
+        assert code == 1
+        line, *_, error = [line for line in errors.splitlines() if "the rendezvous of 3 ranks" in line]
+        assert line.endswith(f". Rank {late} has not come.") and "has been waiting for" in line
+        assert "zerorun.errors.TopologyError" in error and f"after 2 s rank {late} had not come (" in error
+
+
 def test_srun_variables_are_understood(script: Path) -> None:
     """One process for each task, as srun starts them, without srun."""
     port = str(29500 + os.getpid() % 2000)

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -163,7 +164,7 @@ def rooms_of_a_start(store: dist.Store, late: int | None) -> list[str]:
     def rank(number: int) -> None:
         if number == late:
             others_are_there.wait(20)
-        found[number] = process_group._room(store, number)
+        found[number] = process_group._room(store, number, timedelta(minutes=1))
         if number == 0:
             process_group._let_in(store, found[0], 3)
 

@@ -25,6 +25,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -51,9 +52,10 @@ from .transport import drain_all
 _EXIT_TIMEOUT = timedelta(seconds=10)
 # Seconds that the threads of process groups have to end after an unhandled exception.
 _EXIT_FAILED_TIMEOUT_S = 2.0
-# Seconds to look out for rank 0's rendezvous, and between two looks.
+# Seconds that rank 0's host may take to answer. Between two looks out for its rendezvous: at least, at most, and as a share
+# of the wait so far.
 _LISTEN_TIMEOUT_S = 5.0
-_LISTEN_RETRY_S = 0.01
+_LISTEN_RETRY_S, _LISTEN_MOST_S, _LISTEN_SHARE = 0.01, 0.5, 0.02
 _LOOPBACK = "127.0.0.1"
 _BACKLOG = 2048  # ranks that may connect at once
 _ANSWER_TIMEOUT = timedelta(seconds=0.5)  # of rank 0, before a rank looks whether it was an earlier one that it asked
@@ -103,10 +105,12 @@ def init_distributed(
     if _is_one_host(address) and sys.platform == "linux":
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    with waiting(f"the rendezvous of {world_size} ranks at {address or 'this process'}"):
-        meeting = _meet(rank, world_size, address, limit)
-        room = _room(meeting, rank)
+    roll, words = _Roll(world_size), f"the rendezvous of {world_size} ranks at {address or 'this process'}"
+    with waiting(words, roll.missing), roll.telling(words, limit):
+        meeting = _meet(rank, address, limit)
+        room = _room(meeting, rank, limit)
         store = dist.PrefixStore(room, meeting)
+        roll.sign(store, rank)
         watch_other_hosts(store, (address or "").rpartition(":")[0].strip("[]"))
         if rank == 0:
             _let_in(meeting, room, world_size)
@@ -124,11 +128,12 @@ def meet_at(url: str, rank: int, world_size: int, *, dist_backend: str | None, t
     global _owns_process_group
     device, limit = default_device(), timeout or _LIMIT
     select(device)
-    store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=limit))
-    store.set_timeout(limit)
-    store = dist.PrefixStore("zerorun", store)
-    backends = _backends(device, store, rank, world_size, dist_backend)
-    dist.init_process_group(backends, store=store, rank=rank, world_size=world_size, timeout=limit)
+    with waiting(f"the rendezvous of ranks at {url}"):
+        store, given_rank, given_size = next(rendezvous(url, rank, world_size, timeout=limit))
+        store.set_timeout(limit)
+        store = dist.PrefixStore("zerorun", store)
+        backends = _backends(device, store, given_rank, given_size, dist_backend)
+        dist.init_process_group(backends, store=store, rank=given_rank, world_size=given_size, timeout=limit)
     _owns_process_group = True
 
 
@@ -138,28 +143,79 @@ def _watch_in_a_group_of_others() -> None:
         watch_other_hosts(dist.distributed_c10d._get_default_store(), os.environ["MASTER_ADDR"])
 
 
-def _meet(rank: int, world_size: int, address: str | None, timeout: timedelta) -> dist.Store:
-    """Where the ranks leave words for one another."""
-    store: dist.Store
+class _Roll:
+    """Who has come to a rendezvous of ``world_size`` ranks."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+        self._signed: list[dist.Store] = []  # the room, when this rank has come in
+
+    def sign(self, room: dist.Store, rank: int) -> None:
+        room.set(f"here {rank}", "")
+        self._signed.append(room)
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not come; rank 0 alone if not even that one has. For any thread."""
+        if not self._signed:
+            return [0]
+        room = self._signed[0].clone()  # type: ignore[attr-defined]  # another connection: that of the rank may be waiting
+        return [rank for rank in range(self._world_size) if not room.check([f"here {rank}"])]
+
+    @contextlib.contextmanager
+    def telling(self, words: str, limit: timedelta) -> Iterator[None]:
+        """Raise TopologyError, naming the ranks that have not come, where torch would say that a store has timed out."""
+        try:
+            yield
+        except (dist.DistStoreError, dist.DistNetworkError) as error:
+            try:
+                missing = self.missing()
+            except RuntimeError:  # the store has gone
+                missing = []
+            if not missing:
+                raise
+            named = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." if missing[_MOST_NAMED:] else "")
+            raise TopologyError(
+                f"{words}: after {limit.total_seconds():g} s rank{'s'[: len(missing) > 1]} {named} had not come ({error}). "
+                "Remedy: see what became of them in their output, and whether their hosts reach this address. Where ranks "
+                "need longer before they call initialize(): init_distributed(timeout_s=...)."
+            ) from error
+
+
+def _meet(rank: int, address: str | None, timeout: timedelta) -> dist.Store:
+    """Where the ranks leave words for one another. It waits for nobody but rank 0: so who is missing can be told."""
     if address is None:
-        store = dist.HashStore()
-    elif _is_one_host(address) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        store = _loopback_store(rank, world_size, int(address.rpartition(":")[2]), timeout)
-    else:
-        if rank:
-            _await_listener(address)
-        store, _, _ = next(rendezvous(f"tcp://{address}", rank, world_size, timeout=timeout))
-        store.set_timeout(timeout)
+        return dist.PrefixStore("zerorun", dist.HashStore())
+    name, _, port = address.rpartition(":")
+    kept_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    on_loopback = _is_one_host(address) and not kept_by_torchrun
+    host = _LOOPBACK if on_loopback else name.strip("[]")  # torch itself would listen on every interface of the host
+    serves, listener = rank == 0 and not kept_by_torchrun, None
+    if serves and on_loopback:
+        # Where it cannot be had, an earlier group of this process has it, and shares it; else torch says why not.
+        with contextlib.suppress(OSError):
+            listener = socket.create_server((host, int(port)), backlog=_BACKLOG).detach()
+    elif not serves:
+        _await_listener(host, int(port), timeout)
+    store = dist.TCPStore(
+        host,
+        int(port),
+        is_master=serves,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listener,
+    )
     return dist.PrefixStore("zerorun", store)
 
 
-def _room(store: dist.Store, rank: int) -> str:
-    """A prefix of keys that ranks of this start alone use; see [Note: a room for each start]."""
+def _room(store: dist.Store, rank: int, timeout: timedelta) -> str:
+    """A prefix of keys that ranks of this start alone use; see [Note: a room for each start]. Raises DistStoreError."""
     word, asked = secrets.token_hex(8), ""
     if rank == 0:
         store.set("room", word)
         return word
-    while True:
+    end = time.monotonic() + timeout.total_seconds()
+    while time.monotonic() < end:
         room = store.get("room").decode()
         if room != asked:
             store.set(f"{room} is asked {store.add(f'{room} asks', 1)}", word)
@@ -167,6 +223,7 @@ def _room(store: dist.Store, rank: int) -> str:
         with contextlib.suppress(RuntimeError):  # nobody is in that room any more, or not all of them have come
             store.wait([f"{room} is open to {word}"], _ANSWER_TIMEOUT)
             return room
+    raise dist.DistStoreError("rank 0 has not answered")
 
 
 def _let_in(store: dist.Store, room: str, world_size: int) -> None:
@@ -182,30 +239,22 @@ def _is_one_host(address: str | None) -> bool:
     return ranks_on_one_host(os.environ)
 
 
-def _loopback_store(rank: int, world_size: int, port: int, timeout: timedelta) -> dist.Store:
-    """Where ranks of one host meet. torch itself would listen on every interface of the host."""
-    if rank:
-        _await_listener(f"{_LOOPBACK}:{port}")
-        return dist.TCPStore(_LOOPBACK, port, world_size, False, timeout)
-    listener = None
-    with contextlib.suppress(OSError):  # an earlier group of this process has it, and shares it; else torch says why not
-        listener = socket.create_server((_LOOPBACK, port), backlog=_BACKLOG).detach()
-    return dist.TCPStore(_LOOPBACK, port, world_size, True, timeout, multi_tenant=True, master_listen_fd=listener)
+def _await_listener(host: str, port: int, timeout: timedelta) -> None:
+    """Return when rank 0 listens. torch itself would try again only after about 0.6 s, and print where it is in C++.
 
-
-def _await_listener(address: str) -> None:
-    """Return when rank 0 listens, or soon: torch itself would try again only after about 0.6 s."""
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + _LISTEN_TIMEOUT_S
-    while time.monotonic() < deadline:
+    Raises DistNetworkError if nobody does within ``timeout``.
+    """
+    begun = time.monotonic()
+    while (waited := time.monotonic() - begun) < timeout.total_seconds():
         try:
-            socket.create_connection((host, int(port)), timeout=_LISTEN_TIMEOUT_S).close()
+            socket.create_connection((host, port), timeout=_LISTEN_TIMEOUT_S).close()
         except ConnectionRefusedError:
-            time.sleep(_LISTEN_RETRY_S)
+            time.sleep(min(max(_LISTEN_RETRY_S, waited * _LISTEN_SHARE), _LISTEN_MOST_S))
         except OSError:  # torch's own words for it are as good
             return
         else:
             return
+    raise dist.DistNetworkError(f"nobody listens at port {port} of {host}")
 
 
 def _backends(device: torch.device, store: dist.Store, rank: int, world_size: int, named: str | None) -> str:
