@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from test_parallel_matrix import batch_of
 from test_parallel_matrix import build as build_divided
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from training import make_config, make_engine, read_slowly, shared_topology
 
 import zerorun
@@ -1055,6 +1056,43 @@ def test_a_cast_after_init_makes_no_weights_of_placeholders(tmp_path: Path) -> N
     """As axolotl casts norms and embeddings: a file of NaN was written without a word."""
     for kinds, said, whole in run_ranks(2, saved_after_a_cast, str(tmp_path)):
         assert kinds == ["UnsavedPlaceholder"] * 4 and "Remedy" in said and whole
+
+
+AFTER_INIT: dict[str, Callable[[nn.Module], Any]] = {
+    "scaled": lambda model: [setattr(param, "data", param.data * 2) for param in model.parameters()],
+    "from a vector": lambda model: vector_to_parameters(2 * parameters_to_vector(model.parameters()), model.parameters()),
+    "cast": lambda model: [setattr(param, "data", param.data.double()) for param in model.parameters()],
+    "laid out": lambda model: model.to(memory_format=torch.channels_last),
+}
+
+
+def changed_after_init() -> dict[str, tuple[bool, str]]:
+    """For each of AFTER_INIT: whether the values are those of Init, and the error."""
+    found = {}
+    for name, change in AFTER_INIT.items():
+        torch.manual_seed(0)
+        with zerorun.zero.Init():
+            model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 2))
+        torch.manual_seed(0)
+        expected = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 2)).state_dict()
+        change(model)
+        try:
+            engine = zerorun.initialize(model, make_config(3), topology=shared_topology())
+        except ModelError as error:
+            found[name] = False, str(error)
+            continue
+        same = all(torch.equal(value.float(), expected[key]) for key, value in engine.state_dict().items())
+        found[name] = same, ""
+        engine.destroy()
+    return found
+
+
+def test_what_is_computed_from_placeholders_is_not_taken_for_a_cast() -> None:
+    """Both are nothing but NaN: ``param.data = param.data * 2`` had no effect, without a word."""
+    for found in run_ranks(2, changed_after_init):
+        assert found["cast"] == found["laid out"] == (True, "")
+        for name in ("scaled", "from a vector"):
+            assert "'0.weight' was changed after its zerorun.zero.Init block" in found[name][1]
 
 
 def after_a_refused_load() -> list[list[str]]:

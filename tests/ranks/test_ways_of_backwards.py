@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zerorun
 from zerorun import log
 from zerorun.errors import ModelError, StepError
+from zerorun.zero.placeholders import tensors_held_by
 
 WIDTH, BLOCKS, STEPS, RATE = 8, 5, 3, 0.1
 
@@ -200,49 +201,76 @@ def test_what_a_forward_makes_is_seen_wherever_it_puts_it(form: str, stage: int,
     assert max(run_ranks(2, trained, form, stage, recompute)) < 1e-6
 
 
+ELSEWHERE: list[torch.Tensor] = []
+KEEPERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "an attribute": lambda block, loss: setattr(block, "loss", loss),
+    "a list": lambda block, loss: setattr(block, "losses", [{"kept": loss}]),
+    "of a part": lambda block, loss: setattr(block.layer, "loss", loss),
+    "elsewhere": lambda block, loss: ELSEWHERE.append(loss),
+}
+
+
 class KeepsALoss(nn.Module):
-    def __init__(self) -> None:
+    """Its loss is of a layer that its output needs as well, or else of one of its own."""
+
+    def __init__(self, keeper: str, shares: bool) -> None:
         super().__init__()
         self.layer, self.beside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.keeper, self.shares = keeper, shares
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.layer(x))
-        self.loss = self.beside(y).square().mean()
+        KEEPERS[self.keeper](self, (self.layer if self.shares else self.beside)(y).square().mean())
         return y
 
 
-def kept_losses(stage: int) -> str | float:
-    """The losses that blocks keep as attributes are added to the loss: the error, or the difference of weights."""
+def losses_kept_by(module: nn.Module) -> torch.Tensor:
+    kept = [tensor for part in module.modules() for tensor in tensors_held_by(vars(part)) if tensor.grad_fn is not None]
+    total = sum([*kept, *ELSEWHERE])
+    ELSEWHERE.clear()
+    assert isinstance(total, torch.Tensor)
+    return total
+
+
+def kept_losses(stage: int, keeper: str, shares: bool) -> tuple[str | float, list[str]]:
+    """The losses that blocks keep are added to the loss: the error, or the difference of weights; and the warnings."""
     torch.manual_seed(0)
-    engine, alone, optimizer = begin(nn.Sequential(*(KeepsALoss() for _ in range(BLOCKS))), stage)
+    engine, alone, optimizer = begin(nn.Sequential(*(KeepsALoss(keeper, shares) for _ in range(BLOCKS))), stage)
+    found: str | float
     try:
         for step in batches():
             out = engine(step[dist.get_rank()])
-            engine.backward(out.square().mean() + sum(block.loss for block in engine.module))
+            engine.backward(out.square().mean() + losses_kept_by(engine.module))
             engine.step()
-            losses = [alone(x).square().mean() + sum(block.loss for block in alone) for x in step]  # type: ignore[attr-defined]
-            torch.stack(losses).mean().backward()
+            torch.stack([alone(x).square().mean() + losses_kept_by(alone) for x in step]).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-        return largest_difference(engine, alone)
+        found = largest_difference(engine, alone)
     except ModelError as error:
-        return str(error)
-    finally:
-        for block in engine.module:
-            del block.loss  # a graph, whose hooks belong to the engine
-        engine.destroy()
-        torch.ones(
-            (), requires_grad=True
-        ).backward()  # torch keeps what was ready when a backward failed, until the next one
+        found = str(error)
+    for part in engine.module.modules():
+        for name in ("loss", "losses"):  # graphs, whose hooks belong to the engine
+            vars(part).pop(name, None)
+    engine.destroy()
+    torch.ones((), requires_grad=True).backward()  # torch keeps what was ready when a backward failed, until the next one
+    return found, [text for text in log._warned if "after its output" in text]
 
 
-def test_a_loss_that_a_block_keeps_is_no_silent_error() -> None:
-    """At stage 3 its weights are not there when the backward begins with it."""
-    assert max(run_ranks(2, kept_losses, 2)) < 1e-6
-    for text in run_ranks(2, kept_losses, 3):
-        assert (
-            "got a gradient while the weights of its unit" in text and "Remedy: let it return that, or use stage 2" in text
-        )
+@pytest.mark.parametrize("shares", (True, False))
+def test_a_loss_that_a_block_keeps_counts(shares: bool) -> None:
+    """A backward begins with it, before it comes to the outputs: at stage 3 the weights were those of another block."""
+    assert max(found for found, _ in run_ranks(2, kept_losses, 2, "an attribute", shares)) < 1e-6
+    for keeper in ("an attribute", "a list", "of a part"):
+        for found, warnings in run_ranks(2, kept_losses, 3, keeper, shares):
+            assert isinstance(found, float) and found < 1e-6 and not warnings, (keeper, found)
+
+
+def test_a_loss_that_is_kept_where_nobody_looks_is_no_silent_error() -> None:
+    for found, warnings in run_ranks(2, kept_losses, 3, "elsewhere", False):
+        assert "got a gradient while the weights of its unit" in str(found) and "Remedy: let it return that" in str(found)
+        assert len(warnings) == 1 and "KeepsALoss computes something" in warnings[0] and "Remedy: keep it" in warnings[0]
+    for _, warnings in run_ranks(2, kept_losses, 3, "elsewhere", True):
+        assert len(warnings) == 1
 
 
 class Tempered(nn.Module):

@@ -506,6 +506,17 @@ def _reads_loud(tensor: torch.Tensor) -> bool:
     return bool(is_loud(tensor).all())
 
 
+def _was_replaced(param: torch.Tensor) -> bool:
+    """True if something of the same kind has taken the place of the placeholder: what was computed from it is NaN as well.
+
+    What was moved or cast has another device or dtype, and what was only laid out anew has other strides.
+    """
+    shown = _shown_by.get(param)
+    if shown is None or (param.dtype, param.device) != (shown.tensor.dtype, shown.tensor.device):
+        return False
+    return storage_key(param) != storage_key(shown.tensor) and (param.is_contiguous() or not any(strides_of(param)))
+
+
 def refuse_overwritten(model: nn.Module) -> None:
     """Raise ModelError if a placeholder was written to: these values would be lost, because those of the parts count."""
     with torch._C.DisableTorchFunction():  # in case this is called inside a block: nothing must become whole
@@ -514,7 +525,7 @@ def refuse_overwritten(model: nn.Module) -> None:
             if part is None:
                 _refuse_placeholder(name, param)
                 _refuse_copied(name, param)
-            elif param.shape != part.shape or not _reads_loud(param.detach()):
+            elif param.shape != part.shape or not _reads_loud(param.detach()) or _was_replaced(param):
                 raise ModelError(
                     f"parameter {name!r} was changed after its zerorun.zero.Init block, when it was a placeholder and its "
                     "values were spread over all ranks: the change would be lost. Remedy: change it inside a block `with "

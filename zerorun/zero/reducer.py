@@ -174,9 +174,9 @@ class Reducer:
         if self._watches and unit.index not in self._expected and (names := unit.names_with_gradient()):
             raise ModelError(
                 f"parameter {names[0]!r} got a gradient while the weights of its unit {unit.name!r} were not on this rank: "
-                "the loss depends on something that the unit's forward has neither returned nor put into its arguments, "
-                "such as a loss that it keeps as an attribute; or the forward ran under torch.vmap. Remedy: let it return "
-                "that, or use stage 2."
+                "the loss depends on something that the unit's forward has neither returned, nor put into its arguments, "
+                "nor kept as an attribute of its modules; or the forward ran under torch.vmap. Remedy: let it return that, "
+                "or use stage 2."
             )
 
     def _refuse_placeholder(self, unit: Unit) -> None:

@@ -51,6 +51,7 @@ from torch.autograd.graph import get_gradient_edge
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.quantised_sum import GradientCodes
 from ..errors import ModelError, StepError
+from ..log import warn_once
 from ..plan.replaced_forwards import ReplacedForward, methods_with_parts, uncompiled
 from ..plan.sharding_plan import ShardingPlan
 from .builder import ShardedParameters
@@ -227,6 +228,35 @@ def _has(tensors: Iterable[torch.Tensor], whole: torch.Tensor) -> bool:
     return any(tensor is whole or tensor._base is whole for tensor in tensors)
 
 
+def _kept_beside(unit: Unit, made: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a forward of ``unit`` has made after all of ``made``, and keeps as attributes, in containers or not.
+
+    A backward comes to them before it comes to ``made``, whose hooks would be too late: nodes that were made later run
+    earlier. What was made before needs no hook: it runs while the unit is there.
+    """
+    if not made:
+        return []
+    end = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]  # of the next node
+    last = max(_number(tensor) for tensor in made)
+    if last + 1 >= end:
+        return []
+    attributes = [vars(module) for root in unit.modules for module in root.modules()]
+    found = [tensor for tensor in tensors_held_by(attributes) if tensor.grad_fn is not None]
+    beside = {id(tensor): tensor for tensor in found if last < _number(tensor) < end}
+    if not beside:
+        warn_once(
+            f"{type(unit.modules[0]).__name__} computes something with gradients after its output, and keeps it where it "
+            "is not found at stage 3. If a loss depends on it, gradients may be wrong. Remedy: keep it as an attribute of "
+            "the module, return it, or compute it under torch.no_grad()."
+        )
+    return list(beside.values())
+
+
+def _number(tensor: torch.Tensor) -> int:
+    """Of the node that has made ``tensor``, in the order in which this thread has made nodes."""
+    return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr, no-any-return]
+
+
 class GradientHooks:
     """Hooks on gradients, for when these are differentiated: see [Note: gradients of gradients]."""
 
@@ -376,7 +406,8 @@ class Runtime:
         if not unit.resident:
             self.gradient_hooks.add(unit, inputs)
         pre_backward = partial(self._pre_backward, unit, self.gathers.updates if unit.trainable else None)
-        for tensor in self._inside.made_by(unit, given, output):
+        made = list(self._inside.made_by(unit, given, output))
+        for tensor in made if unit.resident else (*made, *_kept_beside(unit, made)):
             tensor.register_hook(pre_backward)
             whole = tensor._base
             if whole is not None and whole.grad_fn is not None and not _has(inputs, whole):
