@@ -288,6 +288,34 @@ def test_ranks_that_have_not_come_are_named(tmp_path: Path, late: int) -> None:
         assert "zerorun.errors.TopologyError" in error and f"after 2 s rank {late} had not come (" in error
 
 
+LATE_IN_INITIALIZE = """
+import os, sys, time, torch
+import zerorun
+from zerorun.distributed import waits
+rank, folder, say = os.environ["RANK"], sys.argv[1], waits._say
+
+def tell(*given):
+    say(*given)
+    open(os.path.join(folder, rank), "w").close()
+
+waits.watch.tell_after(0.3)
+waits._say = tell
+for start in range(2):
+    while start and rank == "1" and not all(os.path.exists(os.path.join(folder, other)) for other in "02"):
+        time.sleep(0.02)
+    engine = zerorun.initialize(torch.nn.Linear(2, 2), {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD"}})
+    print("made", flush=True)
+"""
+
+
+def test_a_rank_that_does_not_come_to_initialize_is_named(tmp_path: Path) -> None:
+    with start_ranks(3, LATE_IN_INITIALIZE, str(tmp_path)) as scripts:
+        ended = [script.finish(120 * patience()) for script in scripts]
+    for rank, (code, said, errors) in enumerate(ended):
+        assert (code, said) == (0, "made\nmade\n"), errors
+        assert ("initialize(): whether all ranks agree. Rank 1 has not come." in errors) == (rank != 1), errors
+
+
 def test_srun_variables_are_understood(script: Path) -> None:
     """One process for each task, as srun starts them, without srun."""
     port = str(29500 + os.getpid() % 2000)

@@ -597,7 +597,6 @@ def test_zero_warmup_and_per_group_rates() -> None:
         ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal"),
         ({"aio": {"thread_count": 2}}, "aio.intra_op_parallelism"),
         ({"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}}, "optimizer.type"),
-        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}, "optimizer.params.torch_adam"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype"),
         ({"data_types": {"grad_accum_dtype": "float16"}}, "data_types.grad_accum_dtype"),
         ({"autotuning": "auto"}, "autotuning"),

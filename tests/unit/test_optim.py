@@ -55,6 +55,9 @@ SAGE = {"lr": 0.01, "betas": (0.9, 0.999), "beta3": 0.75, "eps": 1e-4, "weight_d
 SOPHIA = {"lr": 0.01, "betas": (0.965, 0.99), "rho": 0.04, "bs": 64, "weight_decay": 0.1}
 CONFIGS: list[tuple[str, dict[str, Any], type, dict[str, Any]]] = [
     ("Adam", {"weight_decay": 0.1, "torch_adam": True}, torch.optim.AdamW, {"weight_decay": 0.1}),
+    ("Adam", {"torch_adam": True}, torch.optim.AdamW, {"weight_decay": 0.01}),
+    ("Adam", {"torch_adam": True, "adam_w_mode": False}, torch.optim.Adam, {"weight_decay": 0.0}),
+    ("AdamW", {"torch_adam": False}, torch.optim.AdamW, {"weight_decay": 0.0}),
     ("Adam", {"weight_decay": 0.1, "adam_w_mode": False}, torch.optim.Adam, {"weight_decay": 0.1}),
     ("Adam", {}, torch.optim.AdamW, {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
     (

@@ -206,8 +206,8 @@ def _walk_back(layers: list[dict[Any, Any]], names: list[str], end: tuple[int, .
 def _no_names(where: str, how: str) -> CheckpointError:
     return CheckpointError(
         f"{where}: the optimizer's state is stored by number, without names, and the model's parameters {how}. Remedy: "
-        "give the reader `names`, a list with the parameters' names, in the order in which the optimizer had got them, "
-        "for each of its groups."
+        "give the command `--names FILE`, or the function `names`: for each of the optimizer's groups a list with the "
+        "names of its parameters, in the order in which it had got them."
     )
 
 

@@ -87,12 +87,15 @@ class DecayParams(RateParams):
 
 
 class AdamParams(DecayParams):
-    """``Adam`` has decoupled weight decay (AdamW), as in DeepSpeed, unless ``adam_w_mode`` is false."""
+    """``Adam`` has decoupled weight decay (AdamW), as in DeepSpeed, unless ``adam_w_mode`` is false.
+
+    ``torch_adam`` gives the same update here. With it AdamW decays by 0.01 by default, as torch's class does.
+    """
 
     betas: Betas | None = None
     eps: NonNegative | None = None
     adam_w_mode: Flag | None = None
-    torch_adam: Annotated[Flag | None, Inert("both give the same update here.")] = None
+    torch_adam: Flag | None = None
     set_grad_none: Annotated[Flag | None, Inert("zero_grad's own argument decides it.")] = None
     # Checked, but not passed on: no optimizer class has such a keyword.
     fp32_optimizer_states: Annotated[Flag | None, Refused("optimizer states are kept in fp32.", True)] = Field(

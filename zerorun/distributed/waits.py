@@ -103,6 +103,29 @@ class waiting:
         board.wait_ends(self.what)
 
 
+class RollCall:
+    """Which of ``world_size`` ranks have come to ``place``, as often as this one has."""
+
+    def __init__(self, place: str, world_size: int) -> None:
+        self._place, self._world_size = place, world_size
+        self._signed: list[tuple[dist.Store, int]] = []
+
+    def sign(self, store: dist.Store, rank: int) -> None:
+        """Say in ``store``, which all ranks have, that this rank has come."""
+        self._signed.append((store, store.add(self._key(rank), 1)))
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not come, on any thread; before this rank has signed, rank 0, which has the store."""
+        if not self._signed:
+            return [0]
+        store, times = self._signed[-1]
+        other = store.clone()  # type: ignore[attr-defined]  # another connection: that of the rank may be waiting
+        return [rank for rank in range(self._world_size) if other.add(self._key(rank), 0) < times]
+
+    def _key(self, rank: int) -> str:
+        return f"{self._place}: rank {rank}"
+
+
 def _say(entry: waiting, now: float) -> None:
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - entry.begun)))
     try:

@@ -25,7 +25,8 @@ def taking_over(module: nn.Module, make: Callable[[], T], *, untrained: bool = F
         return make()
     except ModelError:
         if not _given_back(module, untrained=untrained):
-            _refuse_dropped_pipeline(module)
+            if isinstance(module, nn.Module):  # else that is what was refused
+                _refuse_dropped_pipeline(module)
             raise
     return make()
 

@@ -30,7 +30,7 @@ from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.process_group import init_distributed
 from ..distributed.transport.quantised_sum import Feedback, GradientCodes
 from ..distributed.transport.world import gather_values
-from ..distributed.waits import waiting
+from ..distributed.waits import RollCall, waiting
 from ..errors import ConfigError, MessageError, OrderError, SwapError, ZerorunError
 from ..log import info_once, setup_logging
 from ..memory.fitting import Demand, Fitting
@@ -210,7 +210,9 @@ def _agree_and_tell(check: Callable[[], tuple[T, V]]) -> tuple[T, list[V]]:
 def _gathered(told: Any) -> list[Any]:
     if dist.get_world_size() == 1:
         return [told]
-    with waiting("initialize(): whether all ranks agree"):
+    roll = RollCall("initialize()", dist.get_world_size())
+    roll.sign(dist.distributed_c10d._get_default_store(), dist.get_rank())
+    with waiting("initialize(): whether all ranks agree", roll.missing):
         return gather_values(told)
 
 

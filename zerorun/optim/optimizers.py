@@ -89,9 +89,10 @@ _ASKS_NOTHING: dict[str, tuple[bool | None, ...]] = {
 
 # Where DeepSpeed's defaults differ from those of the class.
 _DEFAULTS: dict[type, dict[str, Any]] = {
-    torch.optim.AdamW: {"weight_decay": 0.0},
     single_pass.Lion: {"lr": 1e-3, "betas": (0.9, 0.999)},
 }
+
+_DECAY_OF_TORCH = 0.01  # torch.optim.AdamW's, by default
 
 # Spellings of our Adam in 8 bits: bitsandbytes', and those of other trainers' options.
 EIGHT_BIT = ("adam8bit", "adamw8bit", "adam_8bit", "adamw_8bit", "adamw_bnb_8bit")
@@ -348,6 +349,8 @@ def _translate_adam(name: str, kwargs: dict[str, Any]) -> tuple[type[torch.optim
         warn_once(f"optimizer {name}: set_grad_none has no effect; the engine owns the gradients")
     own = ("torch_adam", "adam_w_mode", "set_grad_none", "bias_correction")
     kept = {key: value for key, value in kwargs.items() if key not in own}
+    # With torch_adam DeepSpeed makes torch.optim.AdamW, which decays by default.
+    kept.setdefault("weight_decay", _DECAY_OF_TORCH if kwargs.get("torch_adam") and decoupled else 0.0)
     if not kwargs.get("bias_correction", True):  # torch's classes always correct the bias
         kept = {key: value for key, value in kept.items() if value not in _ASKS_NOTHING.get(key, ())}
         return single_pass.Adam, {**kept, "decoupled_weight_decay": decoupled, "bias_correction": False}

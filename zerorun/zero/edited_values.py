@@ -75,15 +75,15 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     flat_group.gradient_replaced(home.entry)
 
 
-def safe_update_full_grad_vectorized(params: Iterable[torch.Tensor], update_func: UpdateFunction) -> None:
-    """Replace the gradient of each of ``params`` by ``update_func(full gradient, parameter)``. One all-gather for a unit.
+def safe_update_full_grad_vectorized(param_list: Iterable[torch.Tensor], update_func: UpdateFunction) -> None:
+    """Replace the gradient of each of ``param_list`` by ``update_func(full gradient, parameter)``.
 
-    All ranks must call it with the same parameters, and ``update_func`` must return the same on all of them. Parameters
+    One all-gather for a unit. All ranks must call it with the same parameters, and ``update_func`` must return the same on all of them. Parameters
     that require no gradient are passed over, and each is updated once. Raises what ``safe_set_full_grad`` raises, and
     StepError, on all ranks alike, where ``update_func`` fails on one: some gradients may be replaced then.
     """
     function = "safe_update_full_grad_vectorized"
-    found = {id(param): trained(param, function) for param in params if param.requires_grad}
+    found = {id(param): trained(param, function) for param in param_list if param.requires_grad}
     ordered = sorted(found.values(), key=lambda place: (place[0].number, place[1].place))
     for model, of_model in groupby(ordered, lambda place: place[0]):
         members = list(of_model)

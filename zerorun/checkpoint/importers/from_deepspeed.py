@@ -209,9 +209,9 @@ def _model_file(folder: Path) -> Path:
 def _refuse_other_parallelism(folder: Path, path: Path, main: dict[str, Any]) -> None:
     degrees = main.get("checkpoint_parallel_dimensions") or {}
     tensor = max(main.get("mp_world_size") or 1, degrees.get("tp_degree") or 1)
-    signs = {
-        "tensor parallelism": tensor > 1 or list(folder.glob("*mp_rank_01_*")),
+    signs = {  # the parts of a pipeline have ranks of models, too
         "pipeline parallelism": (degrees.get("pp_degree") or 1) > 1 or main["module"] is None,
+        "tensor parallelism": tensor > 1 or list(folder.glob("*mp_rank_01_*")),
         "experts": {"num_experts", "ds_autoep_layers", "autoep_layers"} & set(main) or list(folder.glob("*exp*_rank_*")),
     }
     for what, sign in signs.items():

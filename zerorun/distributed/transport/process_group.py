@@ -41,7 +41,7 @@ from ...watch.launch_environment import launched
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
 from ..script_calls import show_script_calls
 from ..topology import forget_everyone
-from ..waits import waiting
+from ..waits import Missing, RollCall, waiting
 from .communicator import forget_all_groups, has_communicators
 from .control import given_up_is_over
 from .message_waits import Waiter
@@ -105,8 +105,8 @@ def init_distributed(
     if _is_one_host(address) and sys.platform == "linux":
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    roll, words = _Roll(world_size), f"the rendezvous of {world_size} ranks at {address or 'this process'}"
-    with waiting(words, roll.missing), roll.telling(words, limit):
+    roll, words = RollCall("rendezvous", world_size), f"the rendezvous of {world_size} ranks at {address or 'this process'}"
+    with waiting(words, roll.missing), _naming(roll.missing, words, limit):
         meeting = _meet(rank, address, limit)
         room = _room(meeting, rank, limit)
         store = dist.PrefixStore(room, meeting)
@@ -143,42 +143,23 @@ def _watch_in_a_group_of_others() -> None:
         watch_other_hosts(dist.distributed_c10d._get_default_store(), os.environ["MASTER_ADDR"])
 
 
-class _Roll:
-    """Who has come to a rendezvous of ``world_size`` ranks."""
-
-    def __init__(self, world_size: int) -> None:
-        self._world_size = world_size
-        self._signed: list[dist.Store] = []  # the room, when this rank has come in
-
-    def sign(self, room: dist.Store, rank: int) -> None:
-        room.set(f"here {rank}", "")
-        self._signed.append(room)
-
-    def missing(self) -> list[int]:
-        """Return the ranks that have not come; rank 0 alone if not even that one has. For any thread."""
-        if not self._signed:
-            return [0]
-        room = self._signed[0].clone()  # type: ignore[attr-defined]  # another connection: that of the rank may be waiting
-        return [rank for rank in range(self._world_size) if not room.check([f"here {rank}"])]
-
-    @contextlib.contextmanager
-    def telling(self, words: str, limit: timedelta) -> Iterator[None]:
-        """Raise TopologyError, naming the ranks that have not come, where torch would say that a store has timed out."""
-        try:
-            yield
-        except (dist.DistStoreError, dist.DistNetworkError) as error:
-            try:
-                missing = self.missing()
-            except RuntimeError:  # the store has gone
-                missing = []
-            if not missing:
-                raise
-            named = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." if missing[_MOST_NAMED:] else "")
-            raise TopologyError(
-                f"{words}: after {limit.total_seconds():g} s rank{'s'[: len(missing) > 1]} {named} had not come ({error}). "
-                "Remedy: see what became of them in their output, and whether their hosts reach this address. Where ranks "
-                "need longer before they call initialize(): init_distributed(timeout_s=...)."
-            ) from error
+@contextlib.contextmanager
+def _naming(missing: Missing, words: str, limit: timedelta) -> Iterator[None]:
+    """Raise TopologyError, with the ranks that have not come, where torch would say that a store has timed out."""
+    try:
+        yield
+    except (dist.DistStoreError, dist.DistNetworkError) as error:
+        absent: list[int] = []
+        with contextlib.suppress(RuntimeError):  # the store has gone
+            absent = sorted(missing())
+        if not absent:
+            raise
+        named = ", ".join(map(str, absent[:_MOST_NAMED])) + (", ..." if absent[_MOST_NAMED:] else "")
+        raise TopologyError(
+            f"{words}: after {limit.total_seconds():g} s rank{'s'[: len(absent) > 1]} {named} had not come ({error}). "
+            "Remedy: see what became of them in their output, and whether their hosts reach this address. Where ranks "
+            "need longer before they call initialize(): init_distributed(timeout_s=...)."
+        ) from error
 
 
 def _meet(rank: int, address: str | None, timeout: timedelta) -> dist.Store:
