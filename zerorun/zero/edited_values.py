@@ -78,9 +78,10 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 def safe_update_full_grad_vectorized(param_list: Iterable[torch.Tensor], update_func: UpdateFunction) -> None:
     """Replace the gradient of each of ``param_list`` by ``update_func(full gradient, parameter)``.
 
-    One all-gather for a unit. All ranks must call it with the same parameters, and ``update_func`` must return the same on all of them. Parameters
-    that require no gradient are passed over, and each is updated once. Raises what ``safe_set_full_grad`` raises, and
-    StepError, on all ranks alike, where ``update_func`` fails on one: some gradients may be replaced then.
+    One all-gather for a unit. All ranks must call it with the same parameters, and ``update_func`` must return the same on
+    all of them. Parameters that require no gradient are passed over, and each is updated once. Raises what
+    ``safe_set_full_grad`` raises, and StepError, on all ranks alike, where ``update_func`` fails on one: some gradients may
+    be replaced then.
     """
     function = "safe_update_full_grad_vectorized"
     found = {id(param): trained(param, function) for param in param_list if param.requires_grad}
