@@ -238,8 +238,8 @@ MISSING: dict[str, str] = {
     "deepspeed.runtime.fp16": 'loss scaling is the engine\'s. Remedy: "fp16" in the file, and engine.loss_scale.',
     "deepspeed.runtime.sequence_parallel": "the model divides sequences itself, with its own attention, and computes the "
     'loss in tiles. Remedy: "sequence_parallel_size" in the file; zerorun.ops.linear_cross_entropy for a loss of your own.',
-    "deepspeed.runtime.zero.stage3": "the engine updates by itself. Remedy: engine.optimizer; zerorun.estimate_memory() for "
-    "estimates of memory.",
+    "deepspeed.runtime.zero.stage3": "the engine updates by itself. Remedy: engine.optimizer; "
+    "zerorun.estimate_memory() for estimates of memory.",
     "deepspeed.runtime.zero.stage_1_and_2": "the engine updates by itself. Remedy: engine.optimizer; "
     "zerorun.estimate_memory() for estimates of memory.",
     "deepspeed.sequence": "the model divides sequences itself, with its own attention layers. Remedy: "
