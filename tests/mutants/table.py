@@ -5469,6 +5469,22 @@ MUTANTS = (
         ("tests/unit/test_optim.py", "-k", "test_shards_train_like_whole_parameters"),
     ),
     Mutant(
+        "state-dicts-are-copied-into-placeholders",
+        "remedy",
+        "zerorun/zero/init.py",
+        "        module.register_load_state_dict_pre_hook(_refuse_load)",
+        "",
+        ("tests/ranks/test_access.py", "-k", "state_dict_is_loaded"),
+    ),
+    Mutant(
+        "a-failure-of-a-disk-is-unexpected-in-a-save",
+        "remedy",
+        "zerorun/zero/offload/nvme.py",
+        "            raise SwapError(self._failure)  # a new one: each raise of the same one makes its traceback longer",
+        "            raise RuntimeError(self._failure)",
+        ("tests/unit/test_swap.py", "-k", "hears_of_its_failure"),
+    ),
+    Mutant(
         "who-serves-the-rendezvous-waits-for-all",
         "wait",
         "zerorun/distributed/transport/process_group.py",

@@ -1095,6 +1095,33 @@ def test_what_is_computed_from_placeholders_is_not_taken_for_a_cast() -> None:
             assert "'0.weight' was changed after its zerorun.zero.Init block" in found[name][1]
 
 
+def loaded_after_init() -> tuple[str, bool, bool]:
+    """What load_state_dict() says of placeholders, and whether it loads where the values are, and without copying."""
+    values = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
+    with zerorun.zero.Init():
+        gathered, assigned = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2))
+    with pytest.raises(ReleasedParameterError) as caught:
+        gathered.load_state_dict(values)
+    with zerorun.zero.GatheredParameters(list(gathered.parameters()), modifier_rank=0):
+        gathered.load_state_dict(values)
+    assigned.load_state_dict(values, assign=True)
+    loaded = []
+    for model in (gathered, assigned):
+        engine = zerorun.initialize(model, make_config(3), topology=shared_topology())
+        loaded.append(all(torch.equal(value, values[name]) for name, value in engine.state_dict().items()))
+        engine.destroy()
+    return str(caught.value), *loaded
+
+
+def test_placeholders_say_how_a_state_dict_is_loaded() -> None:
+    """torch would speak of elements that refer to a single memory location, once for each parameter, and advise clone()."""
+    for said, gathered, assigned in run_ranks(2, loaded_after_init):
+        assert (
+            said.startswith("parameter '0.weight' cannot be loaded: since its zerorun.zero.Init block") and "Remedy" in said
+        )
+        assert gathered and assigned
+
+
 def after_a_refused_load() -> list[list[str]]:
     """The names of weights that a dict with one wrong name, or a value in a wrong shape, has changed."""
     engine = make_engine(CASES["plain"], make_config(3))

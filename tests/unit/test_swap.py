@@ -438,9 +438,12 @@ def test_who_waits_for_the_disk_hears_of_its_failure(tmp_path: Path) -> None:
     store.release(0)
     link.flush()
     store._fail(0, OSError(errno.EIO, "Input/output error"), writing=True)
+    raised = []
     for _ in range(2):
-        with pytest.raises(SwapError, match="Input/output error"):
+        with pytest.raises(SwapError, match="Input/output error") as caught:
             link.flush()
+        raised.append(caught.value)
+    assert raised[0] is not raised[1]  # or each would carry the tracebacks of all before
     link.close()
 
 

@@ -27,7 +27,7 @@ from ..distributed.agreement import first_other
 from ..distributed.topology import Topology
 from ..distributed.transport.world import HostGroup
 from ..distributed.waits import waiting
-from ..errors import CheckpointError, DamagedError, MessageError
+from ..errors import CheckpointError, DamagedError, MessageError, ZerorunError
 from ..log import in_bytes, logger
 from ..watch.board import only
 
@@ -192,6 +192,8 @@ def attempt(make: Callable[[], T]) -> tuple[T | None, Problem | None]:
         return make(), None
     except CheckpointError as error:
         return None, Problem(str(error), isinstance(error, DamagedError))
+    except ZerorunError as error:
+        return None, Problem(str(error))
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return None, Problem(f"{where}{error.strerror or error}{_remedy(error)}")

@@ -44,7 +44,7 @@ from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 from ..distributed.same_data import SAME, compare
 from ..distributed.transport import world
 from ..distributed.transport.process_group import init_distributed
-from ..errors import ModelError, OrderError
+from ..errors import ModelError, OrderError, ReleasedParameterError
 from ..plan.parameter_kinds import (
     inside,
     is_packed,
@@ -355,9 +355,24 @@ def _is_placeholder(param: torch.Tensor, stated: torch.Tensor) -> bool:
     return stated.is_floating_point() and stated.numel() > 0 and _reads_loud(stated)
 
 
+def _refuse_load(module: nn.Module, state: dict[str, Any], prefix: str, local_metadata: Any, *unused: Any) -> None:
+    """Raise ReleasedParameterError where a state dict is to be copied into placeholders; torch's own words do not help."""
+    if local_metadata.get("assign_to_params_buffers", False):
+        return
+    for name, param in module._parameters.items():
+        if param is not None and prefix + name in state and any(tensor in _partitioned for _, tensor in inside(param)):
+            raise ReleasedParameterError(
+                f"parameter {prefix + name!r} cannot be loaded: since its zerorun.zero.Init block it is a placeholder, and "
+                "its values are spread over all ranks. Remedy: load in `with zerorun.zero.GatheredParameters("
+                "list(model.parameters()), modifier_rank=0):`, or inside of the Init block; zerorun.load_pretrained() "
+                "fills the model from safetensors files as it is."
+            )
+
+
 def _watch_state_dict(module: nn.Module) -> None:
     if _withhold not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_withhold)
+        module.register_load_state_dict_pre_hook(_refuse_load)
 
 
 def _watch_forward(module: Any, param: torch.Tensor) -> None:

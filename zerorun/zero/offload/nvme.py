@@ -221,7 +221,7 @@ class StateFile:
         largest = max((extent.room for extent in self._extents.values()), default=0)
         self._buffers = [_Buffer(aligned_empty(largest)) for _ in range(buffer_count)]  # least recently used first
 
-    _failure: SwapError | None
+    _failure: str | None
 
     @property
     def buffer_bytes(self) -> int:
@@ -387,7 +387,7 @@ class StateFile:
 
     def _check(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise SwapError(self._failure)  # a new one: each raise of the same one makes its traceback longer
 
     def _holding(self, key: int) -> _Buffer | None:
         """Return the buffer in which unit ``key`` is, or is about to be, up to date; else None."""
@@ -445,7 +445,7 @@ class StateFile:
 
     def _fail(self, key: int | None, error: OSError, *, writing: bool) -> SwapError:
         self._failure = _failed(self._folder, key, error, writing=writing)
-        return self._failure
+        return SwapError(self._failure)
 
 
 def _blocks(nbytes: int) -> int:
@@ -502,16 +502,16 @@ def _too_small(folder: Path, node_bytes: int, free: int, rank_bytes: int | None 
     )
 
 
-def _failed(folder: Path, key: int | None, error: OSError, *, writing: bool) -> SwapError:
+def _failed(folder: Path, key: int | None, error: OSError, *, writing: bool) -> str:
     what, verb = ("written to", "writing") if writing else ("read from", "reading")
     which = "all units" if key is None else f"unit {key}"
     name = errno.errorcode.get(error.errno or 0, error.errno)
-    return SwapError(
+    return (
         f"optimizer states could not be {what} {error.filename}, the file of this rank without a name in {str(folder)!r}: "
         f"{error.strerror} ({name}) while {verb} {which}; {_size(_free(folder))} are free. The states are lost, and the "
         "weights of some units may be a step further than others. Checkpoints are not touched: the last one is as it was. "
-        "Remedy: make room there, or set zero_optimization.offload_optimizer.nvme_path to another disk, and resume from "
-        "the last checkpoint."
+        "Remedy: make room there, or set zero_optimization.offload_optimizer.nvme_path to another disk, start the program "
+        "again, and resume from the last checkpoint."
     )
 
 
