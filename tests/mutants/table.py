@@ -5440,7 +5440,7 @@ MUTANTS = (
         "kept-losses-have-no-hooks",
         "wait",
         "zerorun/zero/runtime.py",
-        "        for tensor in made if unit.resident else (*made, *_kept_beside(unit, made)):",
+        "        for tensor in (*made, *beside):",
         "        for tensor in made:",
         ("tests/ranks/test_ways_of_backwards.py", "-k", "keeps_counts"),
     ),

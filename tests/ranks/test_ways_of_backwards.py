@@ -211,17 +211,17 @@ KEEPERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 
 class KeepsALoss(nn.Module):
-    """Its loss is of a layer that its output needs as well, or else of one of its own."""
+    """Its loss is of a layer that its output needs as well, or else of one of its own. ``local``: others bring nothing."""
 
-    def __init__(self, keeper: str, shares: bool) -> None:
+    def __init__(self, keeper: str, shares: bool, local: bool) -> None:
         super().__init__()
         self.layer, self.beside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.keeper, self.shares = keeper, shares
+        self.keeper, self.shares, self.local = keeper, shares, local
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.layer(x))
         KEEPERS[self.keeper](self, (self.layer if self.shares else self.beside)(y).square().mean())
-        return y
+        return y.detach() if self.local else y
 
 
 def losses_kept_by(module: nn.Module) -> torch.Tensor:
@@ -232,10 +232,10 @@ def losses_kept_by(module: nn.Module) -> torch.Tensor:
     return total
 
 
-def kept_losses(stage: int, keeper: str, shares: bool) -> tuple[str | float, list[str]]:
+def kept_losses(stage: int, keeper: str, shares: bool, local: bool = False) -> tuple[str | float, list[str]]:
     """The losses that blocks keep are added to the loss: the error, or the difference of weights; and the warnings."""
     torch.manual_seed(0)
-    engine, alone, optimizer = begin(nn.Sequential(*(KeepsALoss(keeper, shares) for _ in range(BLOCKS))), stage)
+    engine, alone, optimizer = begin(nn.Sequential(*(KeepsALoss(keeper, shares, local) for _ in range(BLOCKS))), stage)
     found: str | float
     try:
         for step in batches():
@@ -263,6 +263,7 @@ def test_a_loss_that_a_block_keeps_counts(shares: bool) -> None:
     for keeper in ("an attribute", "a list", "of a part"):
         for found, warnings in run_ranks(2, kept_losses, 3, keeper, shares):
             assert isinstance(found, float) and found < 1e-6 and not warnings, (keeper, found)
+    assert max(found for found, _ in run_ranks(2, kept_losses, 3, "an attribute", shares, True)) < 1e-6
 
 
 def test_a_loss_that_is_kept_where_nobody_looks_is_no_silent_error() -> None:

@@ -152,7 +152,7 @@ class RunningForwards:
     def __init__(self, units: list[Unit]) -> None:
         self._units = units
         self._inside: list[int] = []
-        self._inputs: dict[int, list[dict[int, Any]]] = {}  # unit -> for each of its forwards, tensor -> its node
+        self._inputs: dict[int, list[tuple[int, dict[int, Any]]]] = {}  # unit -> of each forward: see note_inputs
 
     def __bool__(self) -> bool:
         return bool(self._inside)
@@ -179,20 +179,23 @@ class RunningForwards:
         return unit.index not in self._inside
 
     def note_inputs(self, unit: Unit, given: Any) -> None:
-        """A forward of ``unit`` begins, which may change what it is ``given``, and return it."""
-        self._inputs.setdefault(unit.index, []).append({id(tensor): tensor.grad_fn for tensor in tensors_held_by(given)})
+        """A forward of ``unit`` begins, which may change what it is ``given``, and return it.
 
-    def made_by(self, unit: Unit, given: Any, output: Any) -> Iterator[torch.Tensor]:
-        """The forward of ``unit`` ends: yield the tensors that it has made, in ``output`` or in what it was ``given``.
+        Noted are the number of the next node, and for each tensor the node that has made it.
+        """
+        nodes = {id(tensor): tensor.grad_fn for tensor in tensors_held_by(given)}
+        self._inputs.setdefault(unit.index, []).append((_next_number(), nodes))
 
-        What it has only passed through was made, and has its hooks, elsewhere.
+    def made_by(self, unit: Unit, given: Any, output: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The forward of ``unit`` ends: the tensors it has made in ``output`` and what it was ``given``, and those it keeps.
+
+        What it has only passed through was made, and has its hooks, elsewhere. For the second list see ``_kept_beside``.
         """
         noted = self._inputs.get(unit.index)
-        before = noted.pop() if noted else {}
-        made = {id(tensor): tensor for tensor in (*tensors_in(given), *tensors_held_by(output))}
-        for key, tensor in made.items():
-            if tensor.grad_fn is not None and before.get(key, self) is not tensor.grad_fn:
-                yield tensor
+        begin, before = noted.pop() if noted else (_next_number(), {})
+        found = {id(tensor): tensor for tensor in (*tensors_in(given), *tensors_held_by(output))}
+        made = [one for key, one in found.items() if one.grad_fn is not None and before.get(key, self) is not one.grad_fn]
+        return made, [] if unit.resident else _kept_beside(unit, made, begin)
 
     def forget_inputs(self) -> None:
         """Forget the inputs of forwards that an exception, or the end of a recomputation, has left."""
@@ -228,22 +231,19 @@ def _has(tensors: Iterable[torch.Tensor], whole: torch.Tensor) -> bool:
     return any(tensor is whole or tensor._base is whole for tensor in tensors)
 
 
-def _kept_beside(unit: Unit, made: list[torch.Tensor]) -> list[torch.Tensor]:
+def _kept_beside(unit: Unit, made: list[torch.Tensor], begin: int) -> list[torch.Tensor]:
     """The tensors that a forward of ``unit`` has made after all of ``made``, and keeps as attributes, in containers or not.
 
     A backward comes to them before it comes to ``made``, whose hooks would be too late: nodes that were made later run
-    earlier. What was made before needs no hook: it runs while the unit is there.
+    earlier. What was made before needs no hook: it runs while the unit is there. ``begin``: of the forward's first node.
     """
-    if not made:
-        return []
-    end = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]  # of the next node
-    last = max(_number(tensor) for tensor in made)
+    end, last = _next_number(), max(map(_number, made), default=begin - 1)
     if last + 1 >= end:
         return []
     attributes = [vars(module) for root in unit.modules for module in root.modules()]
     found = [tensor for tensor in tensors_held_by(attributes) if tensor.grad_fn is not None]
     beside = {id(tensor): tensor for tensor in found if last < _number(tensor) < end}
-    if not beside:
+    if made and not beside:
         warn_once(
             f"{type(unit.modules[0]).__name__} computes something with gradients after its output, and keeps it where it "
             "is not found at stage 3. If a loss depends on it, gradients may be wrong. Remedy: keep it as an attribute of "
@@ -253,8 +253,12 @@ def _kept_beside(unit: Unit, made: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _number(tensor: torch.Tensor) -> int:
-    """Of the node that has made ``tensor``, in the order in which this thread has made nodes."""
+    """Of the node that has made ``tensor``, in the order in which this thread makes nodes."""
     return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr, no-any-return]
+
+
+def _next_number() -> int:
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined, no-any-return]
 
 
 class GradientHooks:
@@ -406,8 +410,8 @@ class Runtime:
         if not unit.resident:
             self.gradient_hooks.add(unit, inputs)
         pre_backward = partial(self._pre_backward, unit, self.gathers.updates if unit.trainable else None)
-        made = list(self._inside.made_by(unit, given, output))
-        for tensor in made if unit.resident else (*made, *_kept_beside(unit, made)):
+        made, beside = self._inside.made_by(unit, given, output)
+        for tensor in (*made, *beside):
             tensor.register_hook(pre_backward)
             whole = tensor._base
             if whole is not None and whole.grad_fn is not None and not _has(inputs, whole):
