@@ -4024,8 +4024,8 @@ MUTANTS = (
         "what-a-forward-puts-into-its-arguments-has-no-hook",
         "wait",
         "zerorun/zero/runtime.py",
-        "            if tensor.grad_fn is not None and before.get(key, self) is not tensor.grad_fn:",
-        "            if tensor.grad_fn is not None and key not in before and key not in set(map(id, tensors_in(given))):",
+        "        made = [one for key, one in found.items() if one.grad_fn is not None and before.get(key, self) is not one.grad_fn]",
+        "        made = [one for key, one in found.items() if one.grad_fn and key not in {*before, *map(id, tensors_in(given))}]",
         ("tests/ranks/test_ways_of_backwards.py::test_what_a_forward_makes_is_seen_wherever_it_puts_it",),
     ),
     Mutant(
@@ -4280,8 +4280,8 @@ MUTANTS = (
         "keys-of-others-in-a-cache-are-its-own",
         "stale",
         "zerorun/zero/runtime.py",
-        "        self._inputs.setdefault(unit.index, []).append({id(tensor): tensor.grad_fn for tensor in tensors_held_by(given)})",
-        "        self._inputs.setdefault(unit.index, []).append({id(tensor): tensor.grad_fn for tensor in tensors_in(given)})",
+        "        nodes = {id(tensor): tensor.grad_fn for tensor in tensors_held_by(given)}",
+        "        nodes = {id(tensor): tensor.grad_fn for tensor in tensors_in(given)}",
         ("tests/ranks/test_ways_of_backwards.py", "-k", "wherever_it_puts_it"),
     ),
     Mutant(

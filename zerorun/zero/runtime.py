@@ -187,7 +187,7 @@ class RunningForwards:
         self._inputs.setdefault(unit.index, []).append((_next_number(), nodes))
 
     def made_by(self, unit: Unit, given: Any, output: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The forward of ``unit`` ends: the tensors it has made in ``output`` and what it was ``given``, and those it keeps.
+        """The forward of ``unit`` ends: the tensors it made in ``output`` and what it was ``given``, and those it keeps.
 
         What it has only passed through was made, and has its hooks, elsewhere. For the second list see ``_kept_beside``.
         """
