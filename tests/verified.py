@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import torch
 import torch.nn.functional as F
 from models import VOCAB, Gpt, reset
@@ -66,7 +67,9 @@ def tied() -> Any:
 
 
 def dropping() -> Any:
-    return reset(Gpt(3, Dropping)), token_batches(), next_token
+    """Its data are drawn by NumPy."""
+    ids = [torch.from_numpy(numpy.random.randint(0, VOCAB, tuple(ids.shape))) for ids in token_batches()]
+    return reset(Gpt(3, Dropping)), ids, next_token
 
 
 def streaming() -> Any:

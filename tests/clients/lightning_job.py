@@ -6,8 +6,10 @@ zerorun --nproc-per-node 2 tests/clients/lightning_job.py OUT.json
 from __future__ import annotations
 
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from client_models import Sentences, llama
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    Callback,
     EMAWeightAveraging,
     ModelCheckpoint,
     ModelPruning,
@@ -121,6 +124,14 @@ class ClippingByValue(Clipping):
     algorithm = "value"
 
 
+class SavesAfterEachBatch(Callback):
+    """As ModelCheckpoint does by time, or after a resume: also where the engine has not stepped yet."""
+
+    def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
+        folder = tempfile.mkdtemp() if trainer.global_rank == 0 else ""
+        trainer.save_checkpoint(Path(trainer.strategy.broadcast(folder)) / "saved")
+
+
 class WithBackbone(Model):
     """Has what BackboneFinetuning asks for."""
 
@@ -172,6 +183,7 @@ def refused(stage: int) -> dict[str, Any]:
         "own hook, by value": fit({"gradient_clipping": 0.2}, ClippingByValue("plain")),
         "own hook, as in the file": fit({"gradient_clipping": 0.2}, Clipping("plain")),
         "accumulation": fit({"gradient_accumulation_steps": 4}),
+        "saves between": fit({}, accumulate_grad_batches=2, callbacks=[SavesAfterEachBatch()]),
         "batch": fit({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, accumulate_grad_batches=3),
         "no such batch": fit({"train_batch_size": 9}),
         "same": fit({"gradient_accumulation_steps": 3, "train_batch_size": 12}, accumulate_grad_batches=3),

@@ -136,6 +136,7 @@ def test_what_lightning_asks_and_the_engine_does_not_is_refused() -> None:
             "accumulate_grad_batches=1",
             "=4 to the Trainer",
         ),
+        "saves between": ("float32 clips to 0.0",),
         "batch": ("ConfigError", "train_batch_size = 8", "accumulate_grad_batches=3", "2 data-parallel ranks of 2 samples"),
         "no such batch": ("ConfigError", "train_batch_size = 9", "accumulate_grad_batches=1"),
         "same": ("float32 clips to 0.0",),

@@ -5485,6 +5485,14 @@ MUTANTS = (
         ("tests/unit/test_swap.py", "-k", "hears_of_its_failure"),
     ),
     Mutant(
+        "verify-does-not-seed-numpy",
+        "stale",
+        "zerorun/verify/task.py",
+        "        numpy.random.seed(seed)",
+        "        pass",
+        ("tests/ranks/test_verify.py::test_equal_runs_are_called_equal",),
+    ),
+    Mutant(
         "who-serves-the-rendezvous-waits-for-all",
         "wait",
         "zerorun/distributed/transport/process_group.py",

@@ -396,7 +396,8 @@ class ZerorunStrategy(DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif "optimizer_states" in checkpoint:
             kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
-            engine.save_checkpoint(filepath, tag=TAG, client_state=kept)
+            # Lightning also saves between micro-batches, after a resume or by time, and leaves their gradients out.
+            engine.save_checkpoint(filepath, tag=TAG, client_state=kept, unfinished_step=True)
         else:
             found = engine.consolidated_state_dict(exact=not self._is_in_16_bits) or {}  # rank 0 alone writes
             weights = {name: self._as_before(name, value) for name, value in found.items()}
