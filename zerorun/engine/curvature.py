@@ -20,6 +20,7 @@ from ..log import is_rank_zero, logger, warn_once
 from ..ops.single_pass import Sophia
 from ..zero.gradient_sets import OtherGradients
 from ..zero.norm import Told
+from ..zero.placeholders import explained_reads
 from .accumulation import Accumulation, ScaledBackward, counted_ranks, refuse_no_weight, running, weight_of
 from .tracing import Tracing
 
@@ -107,7 +108,7 @@ class CurvatureTaking(Tracing):
         scale = self.loss_scale
         factor = scale * estimates.take_loss(weight, scale_wrt_gas=scale_wrt_gas)
         try:
-            with running.inside(ScaledBackward(scale)), estimates.gradients.in_use():
+            with running.inside(ScaledBackward(scale)), estimates.gradients.in_use(), explained_reads():
                 (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)
                 if estimates.backwards >= self.accumulation.batch.accumulation:
                     self._finish_estimate(estimates)

@@ -32,7 +32,7 @@ from ..plan.replaced_forwards import between_graphs, compiled, compiled_by, comp
 from ..watch.board import Phase, board, during
 from ..zero.gradients import not_finite
 from ..zero.norm import Decision, Summary
-from ..zero.placeholders import released_parameter
+from ..zero.placeholders import explained_reads, released_parameter
 from ..zero.runtime import ModelPart
 from ..zero.sharded_model import ShardedModel, may_change
 from ..zero.unit import links_of
@@ -216,12 +216,12 @@ class Engine(CurvatureTaking):
         self._note_loss(loss, counts)
         said = {"weight": weight, "scale_wrt_gas": scale_wrt_gas}
         seen = self.accumulation.backwards
-        with running.inside(ScaledBackward(scale, said, heard=[self.accumulation])):
+        with running.inside(ScaledBackward(scale, said, heard=[self.accumulation])), explained_reads():
             scaled = loss * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else loss
             scaled.backward(retain_graph=retain_graph)
-            unseen = self.accumulation.backwards == seen and self.units[0].has_gradient()
+            unseen = self.accumulation.backwards == seen and any(unit.has_gradient() for unit in self.units)
             if unseen and not any(unit.placement.optimizer for unit in self.units):  # updates on the host go on, unwaited
-                # It has met no output of a unit: its loss is of parts of the root unit, called by themselves.
+                # It has met no output of a unit: its loss is of parts of the root unit, or of what blocks keep.
                 self.runtime.complete(ModelPart())
                 self.accumulation.ended()
         result = loss.detach()

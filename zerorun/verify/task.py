@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -135,6 +136,10 @@ def seed_all(seed: int) -> None:
     """Seed what models and data draw from."""
     random.seed(seed)
     torch.manual_seed(seed)
+    with suppress(ImportError):
+        import numpy
+
+        numpy.random.seed(seed)
     streams.begin_anew(seed)
 
 

@@ -14,7 +14,7 @@ from ..distributed.quantised_blocks import decode_parts, encode
 from ..distributed.transport.sums import square_sum
 from ..ops.rounding import join
 from ..plan.sharding_plan import FlatGroupPlan
-from .placeholders import placeholders
+from .placeholders import AWAY, placeholders, writes_to
 
 # ``param.grad`` as autograd has left it, also where a mode shows something else under this name.
 fresh_gradient: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -68,6 +68,9 @@ class FlatGroup:
         # The placeholders that the parameters show while they are resharded, and the elements behind them.
         self.marks, self.loud = placeholders(self.params)
         self._kept: set[int] = set()  # entries, see ``keep``
+        self._counted = not any(param.is_inference() for param in self.params)
+        self._writes: list[int] = []  # to each, when the unit was unsharded
+        self.written: list[str] = []  # names of those written to before the unit was resharded: what was written is gone
 
     @property
     def layout(self) -> Layout:
@@ -129,26 +132,45 @@ class FlatGroup:
 
     def unshard(self) -> None:
         """Make the parameters views of the slot."""
-        self._show(self.views)
+        self._show(self.views, away=False)
+        if self._counted and not (self.plan.resident or self.plan.packed):
+            self._writes = [writes_to(param) for param in self.params]
 
     def reshard(self) -> None:
         """Make the parameters loud placeholders."""
-        self._show(self.loud)
+        for entry, writes in enumerate(self._writes):
+            param, view = self.params[entry], self.views[entry]
+            if (writes_to(param) != writes or param.data_ptr() != view.data_ptr()) and entry not in self._kept:
+                self.written.append(self.names[entry])
+        self._writes.clear()
+        self._show(self.loud, away=True)
 
-    def _show(self, tensors: Sequence[torch.Tensor]) -> None:
-        for entry, (param, tensor) in enumerate(zip(self.params, tensors, strict=True)):
-            if entry not in self._kept:
-                param.data = tensor
+    def _show(self, tensors: Sequence[torch.Tensor], *, away: bool) -> None:
+        shown = self.params
+        if self._kept:
+            chosen = [entry for entry in range(len(shown)) if entry not in self._kept]
+            shown, tensors = [shown[entry] for entry in chosen], [tensors[entry] for entry in chosen]
+        for param, tensor in zip(shown, tensors, strict=True):
+            param.data = tensor
+        self._count(shown, away=away)
 
     def keep(self, entry: int, value: torch.Tensor) -> None:
         """Let the parameter ``entry`` be ``value`` until ``let_go``, also while layers run: a block of a script has it."""
         self.params[entry].data = value
         self._kept.add(entry)
+        self._count([self.params[entry]], away=False)
 
     def let_go(self, entry: int, *, unsharded: bool) -> None:
         """Let the parameter ``entry`` be a view of the slot if its unit is ``unsharded``, and else a loud placeholder."""
         self._kept.discard(entry)
         self.params[entry].data = (self.views if unsharded else self.loud)[entry]
+        self._count([self.params[entry]], away=not unsharded)
+
+    def _count(self, params: Sequence[nn.Parameter], *, away: bool) -> None:
+        """Let autograd refuse to read ``params`` while they are ``away``, see [Note: versions] in placeholders.py."""
+        if self._counted:
+            versions = tuple(writes_to(param) + (AWAY if away else 0) for param in params)
+            torch._C._autograd._unsafe_set_version_counter(tuple(params), versions)
 
     def take_in(self, entry: int) -> bool:
         """Let the frozen parameter ``entry`` have the values of the tensor that a script has put into its place.

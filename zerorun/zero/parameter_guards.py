@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from operator import attrgetter
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -22,13 +21,12 @@ from ..log import listed, warn_once
 from ..plan.parameter_kinds import repacking
 from .flat_group import edited, shows_copy
 from .gathers import ExecutionTrace
-from .placeholders import ReadWatch, storage_key, tensors_in
+from .placeholders import ReadWatch, storage_key, tensors_in, writes_to
 from .unit import Unit
 
 # On a GPU, where reading placeholders waits for the device, only so many forwards look for writes to them.
 _LOOKED_AT = 10
 LOOKING_STEPS = 3  # which look for writes to whole parameters: that takes about as long as an update
-_writes = attrgetter("_version")
 _MASK = "_mask"  # what torch.nn.utils.prune adds to the name of a parameter, for its buffer
 _BY_COPY = (
     "do it before initialize(), or copy values with param.data.copy_(...) inside zerorun.zero.GatheredParameters(param, "
@@ -185,7 +183,7 @@ class ScriptGuard:
         """
         if not self._copies:
             return
-        counted = sum([sum(map(_writes, group.params)) for group in self._copies])
+        counted = sum([sum(map(writes_to, group.params)) for group in self._copies])
         if not surely and self._looks >= LOOKING_STEPS and counted == self._counted:
             return
         for link in {unit.link for unit in self._units}:
@@ -205,13 +203,33 @@ class ScriptGuard:
             warn_once(problem)
         self._looks, self._counted = self._looks + 1, counted
 
+    def refuse_written(self, unit: Unit) -> None:
+        """Raise ModelError if the forward of ``unit`` has written to its own weights, which are gone with the slot.
+
+        An embedding with max_norm does so, of which there is a warning.
+        """
+        names = [name for group in unit.flat_groups for name in group.written]
+        for group in unit.flat_groups if names else ():
+            group.written.clear()
+        modules = (part for module in unit.modules for part in module.modules()) if names else ()
+        if names and not any(getattr(part, "max_norm", None) is not None for part in modules):
+            problem = (
+                f"the forward of unit {unit.name!r} has written to {listed(sorted(map(repr, {*names})), 3)}, parameters of "
+                "its own. At stage 3 they are there for as long as it runs, and what it has written is lost. Remedy: make "
+                "what forwards change a buffer; or write between steps, in zerorun.zero.GatheredParameters(params, "
+                "modifier_rank=0); or use stage 2 in fp32."
+            )
+            if not self.is_lenient:
+                raise ModelError(problem)
+            warn_once(problem)
+
     def _versions_now(self) -> dict[int, int]:
-        return {id(param): _writes(param) for _, param in self._named}
+        return {id(param): writes_to(param) for _, param in self._named}
 
     def forget_writes(self, param: nn.Parameter) -> None:
         """What was written to ``param`` on this rank, all ranks have now."""
         if id(param) in self._versions:
-            self._versions[id(param)] = _writes(param)
+            self._versions[id(param)] = writes_to(param)
 
     def take_writes(self) -> int:
         """How many writes in place to parameters torch has counted since the last call; ``param.data.mul_()`` is none."""

@@ -9,21 +9,31 @@ A NaN in a loss is traced to its placeholder through the autograd graph. In eval
 of each kind runs under a watch, which sees every operation and raises at the one that is given a placeholder. It names the
 parameter, needs no NaN and does not wait for the device. It costs Python time for each operation, but only in this pass.
 Of what is compiled it sees the operations that are left, such as matrix products.
+
+[Note: versions]
+What autograd has saved of a weight may be a view of the slot, which does not become NaN: while the unit is resharded, other
+weights are there. A backward reads it then if it comes into a unit by something that has no hook, such as an activation in
+a list of the script. autograd compares the version of what it has saved, which counts writes in place, with that at the
+time, and views share it. So a parameter has another version while its unit is resharded: an error, and no wrong gradient.
 """
 
 from __future__ import annotations
 
+import re
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import ReleasedParameterError
+from ..errors import ModelError, ReleasedParameterError
 from ..plan.parameter_kinds import inside
 from ..plan.replaced_forwards import uncompiled
+
+AWAY = 1 << 30  # what the version of a parameter has beyond the number of writes while it is resharded
 
 # Prefixes of the names of operations that use the shape, dtype and device of a tensor, and not its values.
 _READ_NO_VALUES = (
@@ -73,6 +83,31 @@ def released_parameter(name: str, unit: str) -> ReleasedParameterError:
         "zerorun.zero.GatheredParameters(...), or name the class of the module that uses it in "
         "zero_optimization.unit_policy so that both are one unit."
     )
+
+
+def writes_to(param: torch.Tensor) -> int:
+    """How many writes in place to ``param`` torch has counted."""
+    return param._version % AWAY
+
+
+_VERSION = re.compile(r"is at version (\d+)")  # of autograd's own error
+
+
+@contextmanager
+def explained_reads() -> Iterator[None]:
+    """A backward: raise ModelError where autograd refuses to read a weight that is away, see [Note: versions]."""
+    try:
+        yield
+    except RuntimeError as error:
+        found = _VERSION.search(str(error))
+        if found is None or int(found[1]) < AWAY:
+            raise
+        raise ModelError(
+            "a backward needs weights of a unit that are not on this rank, and no output of the unit has called for them: "
+            "the loss depends on something that its forward computes on the way and that is kept where it is not found at "
+            "stage 3, such as in a list of the script. Remedy: keep it as an attribute of the module, or get it by a "
+            "forward hook of a layer, or let the forward return it; or use stage 2."
+        ) from error
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

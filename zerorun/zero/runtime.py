@@ -25,6 +25,13 @@ that. Parameters get such hooks by the first backward of that kind in a step.
 
 Recomputation (activation checkpointing) enters a unit's forward during a backward: the unit is needed as ever.
 
+[Note: what a forward keeps]
+A loss may depend on what a unit's forward has left in attributes, or shown to the script's hooks on layers inside, and not
+on outputs of the unit. So that gets hooks as outputs do. The attributes of all modules of a unit are looked through after
+its first forwards, which takes about a tenth of a millisecond; later only those that held something then. But what was made
+after the output is always looked for: a backward comes to it before it comes to the output. Where the script keeps things
+elsewhere nobody finds them: see [Note: versions] in placeholders.py for what becomes of that.
+
 [Note: forwards within forwards]
 A forward may call its own module again: a recursive block, or a trainer that lets the model's forward run its training
 step, which calls the model. The pass is that of the outermost call, and a unit stays until its outermost call is left.
@@ -36,7 +43,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -111,6 +118,10 @@ class _ForwardHook(ModuleHook, partial[Any]):
     """A method of a runtime, with its unit, as a hook on a module."""
 
 
+class _LayerHook(_ForwardHook):
+    """The same, on a layer inside of a unit."""
+
+
 class UnitMethod(ReplacedForward):
     """The forward of a unit's module, or another method, which has the weights even if it is called by itself.
 
@@ -146,6 +157,70 @@ class UnitMethod(ReplacedForward):
 _METHOD_CALL = UnitMethod.run.__code__
 
 
+_LOOKS = 3  # forwards after which all attributes of a unit's modules are looked through
+_OF_MODULES = frozenset(vars(nn.Module()))  # attributes that all modules have
+
+
+class KeptTensors:
+    """What forwards of ``unit`` leave in attributes, and show to hooks of the script: see [Note: what a forward keeps]."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._modules = [part for root in unit.modules for part in root.modules()]
+        self._inside = [part for part in self._modules if part not in unit.modules] if not unit.resident else []
+        self._places: dict[tuple[int, str], nn.Module] = {}  # attributes that have held tensors with gradients
+        self._looks = 0
+        self._hooks: dict[int, int] = {}  # of each layer inside, as many as it had when it was last looked at
+
+    def find(self, made: Mapping[int, torch.Tensor], begin: int) -> Iterator[torch.Tensor]:
+        """Yield what a forward has kept beside ``made``, its output, by id. ``begin``: the number of its first node."""
+        end, last = _next_number(), max(map(_number, made.values()), default=begin - 1)
+        some_are_late, found_late = last + 1 < end, False
+        if self._looks < _LOOKS or some_are_late:
+            self._looks += 1
+            self._look()
+        for (_, name), module in self._places.items():
+            for tensor in _in_graphs(vars(module).get(name)):
+                if begin <= _number(tensor) < end and id(tensor) not in made:
+                    found_late |= _number(tensor) > last
+                    yield tensor
+        if made and some_are_late and not found_late:
+            warn_once(
+                f"{type(self._modules[0]).__name__} computes something with gradients after its output, and keeps it where "
+                "it is not found at stage 3. Where a loss depends on it, the backward ends in an error. Remedy: keep it as "
+                "an attribute of the module, return it, or compute it under torch.no_grad()."
+            )
+
+    def _look(self) -> None:
+        for module in self._modules:
+            for name, value in vars(module).items():
+                if name not in _OF_MODULES and next(_in_graphs(value), None) is not None:
+                    self._places[id(module), name] = module
+
+    def newly_hooked(self) -> Iterator[nn.Module]:
+        """Yield each layer inside on which the script has put a forward hook, once."""
+        for layer in self._inside:
+            hooks = layer._forward_hooks
+            if hooks and len(hooks) != self._hooks.get(id(layer), 0):
+                of_script = any(not isinstance(hook, ModuleHook) for hook in hooks.values())
+                is_new = of_script and not any(isinstance(hook, _LayerHook) for hook in hooks.values())
+                self._hooks[id(layer)] = len(hooks) + is_new
+                if is_new:
+                    yield layer
+
+
+def _in_graphs(value: Any) -> Iterator[torch.Tensor]:
+    return (tensor for tensor in tensors_held_by(value) if tensor.grad_fn is not None)
+
+
+def _number(tensor: torch.Tensor) -> int:
+    """Of the node that has made ``tensor``, in the order in which this thread makes nodes."""
+    return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr, no-any-return]
+
+
+def _next_number() -> int:
+    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined, no-any-return]
+
+
 class RunningForwards:
     """The units whose forward is running, outermost first, and what their inputs were made by when they began."""
 
@@ -153,6 +228,7 @@ class RunningForwards:
         self._units = units
         self._inside: list[int] = []
         self._inputs: dict[int, list[tuple[int, dict[int, Any]]]] = {}  # unit -> of each forward: see note_inputs
+        self.kept = [KeptTensors(unit) for unit in units]
 
     def __bool__(self) -> bool:
         return bool(self._inside)
@@ -186,16 +262,18 @@ class RunningForwards:
         nodes = {id(tensor): tensor.grad_fn for tensor in tensors_held_by(given)}
         self._inputs.setdefault(unit.index, []).append((_next_number(), nodes))
 
-    def made_by(self, unit: Unit, given: Any, output: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The forward of ``unit`` ends: the tensors it made in ``output`` and what it was ``given``, and those it keeps.
+    def made_by(self, unit: Unit, given: Any, output: Any) -> Iterator[torch.Tensor]:
+        """The forward of ``unit`` ends: yield what it has made, in ``output`` and in what it was ``given``, and kept.
 
-        What it has only passed through was made, and has its hooks, elsewhere. For the second list see ``_kept_beside``.
+        What it has only passed through was made, and has its hooks, elsewhere.
         """
         noted = self._inputs.get(unit.index)
         begin, before = noted.pop() if noted else (_next_number(), {})
-        found = {id(tensor): tensor for tensor in (*tensors_in(given), *tensors_held_by(output))}
-        made = [one for key, one in found.items() if one.grad_fn is not None and before.get(key, self) is not one.grad_fn]
-        return made, [] if unit.resident else _kept_beside(unit, made, begin)
+        found = {id(one): one for one in (*tensors_in(given), *tensors_held_by(output)) if one.grad_fn is not None}
+        made = {key: one for key, one in found.items() if before.get(key, self) is not one.grad_fn}
+        yield from made.values()
+        if not unit.resident:
+            yield from self.kept[unit.index].find(made, begin)
 
     def forget_inputs(self) -> None:
         """Forget the inputs of forwards that an exception, or the end of a recomputation, has left."""
@@ -229,36 +307,6 @@ class RunningForwards:
 def _has(tensors: Iterable[torch.Tensor], whole: torch.Tensor) -> bool:
     """True if ``whole``, or a view of it, is among ``tensors``."""
     return any(tensor is whole or tensor._base is whole for tensor in tensors)
-
-
-def _kept_beside(unit: Unit, made: list[torch.Tensor], begin: int) -> list[torch.Tensor]:
-    """The tensors that a forward of ``unit`` has made after all of ``made``, and keeps as attributes, in containers or not.
-
-    A backward comes to them before it comes to ``made``, whose hooks would be too late: nodes that were made later run
-    earlier. What was made before needs no hook: it runs while the unit is there. ``begin``: of the forward's first node.
-    """
-    end, last = _next_number(), max(map(_number, made), default=begin - 1)
-    if last + 1 >= end:
-        return []
-    attributes = [vars(module) for root in unit.modules for module in root.modules()]
-    found = [tensor for tensor in tensors_held_by(attributes) if tensor.grad_fn is not None]
-    beside = {id(tensor): tensor for tensor in found if last < _number(tensor) < end}
-    if made and not beside:
-        warn_once(
-            f"{type(unit.modules[0]).__name__} computes something with gradients after its output, and keeps it where it "
-            "is not found at stage 3. If a loss depends on it, gradients may be wrong. Remedy: keep it as an attribute of "
-            "the module, return it, or compute it under torch.no_grad()."
-        )
-    return list(beside.values())
-
-
-def _number(tensor: torch.Tensor) -> int:
-    """Of the node that has made ``tensor``, in the order in which this thread makes nodes."""
-    return tensor.grad_fn._sequence_nr()  # type: ignore[union-attr, no-any-return]
-
-
-def _next_number() -> int:
-    return torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined, no-any-return]
 
 
 class GradientHooks:
@@ -376,6 +424,8 @@ class Runtime:
             self._recover()
         if torch.is_grad_enabled():
             self._inside.note_inputs(unit, (args, kwargs))
+            for layer in self._inside.kept[unit.index].newly_hooked():  # ours comes first: others may put another output
+                self._handles.append(layer.register_forward_hook(_LayerHook(_layer_made, self, unit), prepend=True))
         if self._backward is not None:  # recomputation, which may stop half-way and never leave
             if unit.index:
                 self._need(self._backward, unit)
@@ -393,6 +443,7 @@ class Runtime:
         if self._backward is None:
             if self._inside.leave(unit) and not unit.resident:
                 unit.reshard()
+                self.guard.refuse_written(unit)
             if not self._inside and self._forward is not None:
                 self.reads.look_at(output, self._forward)
                 self._end_forward(self._forward)
@@ -409,9 +460,8 @@ class Runtime:
         inputs = list(tensors_in(given))
         if not unit.resident:
             self.gradient_hooks.add(unit, inputs)
-        pre_backward = partial(self._pre_backward, unit, self.gathers.updates if unit.trainable else None)
-        made, beside = self._inside.made_by(unit, given, output)
-        for tensor in (*made, *beside):
+        pre_backward = _pre_backward_of(self, unit)
+        for tensor in self._inside.made_by(unit, given, output):
             tensor.register_hook(pre_backward)
             whole = tensor._base
             if whole is not None and whole.grad_fn is not None and not _has(inputs, whole):
@@ -568,6 +618,18 @@ class Runtime:
         self.reducer.forget()
         self.gradient_hooks.remove()
         self._inside.forget_inputs()
+
+
+def _pre_backward_of(runtime: Runtime, unit: Unit) -> Callable[[torch.Tensor], None]:
+    """The hook on what a forward of ``unit`` has made."""
+    return partial(runtime._pre_backward, unit, runtime.gathers.updates if unit.trainable else None)
+
+
+def _layer_made(runtime: Runtime, unit: Unit, layer: nn.Module, args: Any, output: Any) -> None:
+    """A layer inside of ``unit`` has made ``output``, which a hook of the script is about to see."""
+    if not torch.compiler.is_compiling():
+        for tensor in _in_graphs(output):
+            tensor.register_hook(_pre_backward_of(runtime, unit))
 
 
 def leaves_gradients(units: Iterable[Unit]) -> bool:
