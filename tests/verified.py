@@ -68,9 +68,7 @@ def tied() -> Any:
 
 
 def dropping() -> Any:
-    """Its data are drawn by NumPy."""
-    ids = [torch.from_numpy(numpy.random.randint(0, VOCAB, tuple(ids.shape))) for ids in token_batches()]
-    return reset(Gpt(3, Dropping)), ids, next_token
+    return reset(Gpt(3, Dropping)), token_batches(), next_token
 
 
 def streaming() -> Any:
@@ -121,9 +119,11 @@ class Top(nn.Linear):
 
 
 def layers() -> Any:
-    """A PipelineModule of two stages."""
+    """A PipelineModule of two stages. The order of its data is drawn by NumPy."""
     found = [zerorun.LayerSpec(kind) for kind in (Stem, Dropping, Dropping, Dropping, Top)]
-    return zerorun.PipelineModule(found, num_stages=2, loss_fn=cross_entropy, partition_method="uniform"), pairs()
+    model = zerorun.PipelineModule(found, num_stages=2, loss_fn=cross_entropy, partition_method="uniform")
+    given = pairs()
+    return model, [given[number] for number in numpy.random.permutation(len(given))]
 
 
 def _causal(model: nn.Module, vocabulary: int) -> Any:
