@@ -5440,7 +5440,7 @@ MUTANTS = (
         "kept-losses-have-no-hooks",
         "wait",
         "zerorun/zero/runtime.py",
-        "            yield from self.kept[unit.index].find(made, begin)",
+        "            yield from self.kept[unit.index].find(made, begin, end)",
         "            pass",
         ("tests/ranks/test_ways_of_backwards.py", "-k", "keeps_counts"),
     ),

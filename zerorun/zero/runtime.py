@@ -165,15 +165,15 @@ class KeptTensors:
     """What forwards of ``unit`` leave in attributes, and show to hooks of the script: see [Note: what a forward keeps]."""
 
     def __init__(self, unit: Unit) -> None:
-        self._modules = [part for root in unit.modules for part in root.modules()]
-        self._inside = [part for part in self._modules if part not in unit.modules] if not unit.resident else []
+        self._modules = [] if unit.resident else [part for root in unit.modules for part in root.modules()]
+        self._inside = [part for part in self._modules if part not in unit.modules]
         self._places: dict[tuple[int, str], nn.Module] = {}  # attributes that have held tensors with gradients
         self._looks = 0
         self._hooks: dict[int, int] = {}  # of each layer inside, as many as it had when it was last looked at
 
-    def find(self, made: Mapping[int, torch.Tensor], begin: int) -> Iterator[torch.Tensor]:
-        """Yield what a forward has kept beside ``made``, its output, by id. ``begin``: the number of its first node."""
-        end, last = _next_number(), max(map(_number, made.values()), default=begin - 1)
+    def find(self, made: Mapping[int, torch.Tensor], begin: int, end: int) -> Iterator[torch.Tensor]:
+        """Yield what a forward has kept beside ``made``, its output, by id. ``begin``, ``end``: the numbers of its nodes."""
+        last = max(map(_number, made.values()), default=begin - 1)
         some_are_late, found_late = last + 1 < end, False
         if self._looks < _LOOKS or some_are_late:
             self._looks += 1
@@ -267,13 +267,13 @@ class RunningForwards:
 
         What it has only passed through was made, and has its hooks, elsewhere.
         """
-        noted = self._inputs.get(unit.index)
-        begin, before = noted.pop() if noted else (_next_number(), {})
+        noted, end = self._inputs.get(unit.index), _next_number()  # looking at a view may make its node anew
+        begin, before = noted.pop() if noted else (end, {})
         found = {id(one): one for one in (*tensors_in(given), *tensors_held_by(output)) if one.grad_fn is not None}
         made = {key: one for key, one in found.items() if before.get(key, self) is not one.grad_fn}
         yield from made.values()
         if not unit.resident:
-            yield from self.kept[unit.index].find(made, begin)
+            yield from self.kept[unit.index].find(made, begin, end)
 
     def forget_inputs(self) -> None:
         """Forget the inputs of forwards that an exception, or the end of a recomputation, has left."""
