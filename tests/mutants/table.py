@@ -5493,6 +5493,14 @@ MUTANTS = (
         ("tests/ranks/test_ways_of_backwards.py", "-k", "blocks_alone"),
     ),
     Mutant(
+        "a-watch-ends-in-any-thread",
+        "order",
+        "zerorun/zero/parameter_guards.py",
+        "        return self._watch is not None and self._thread == get_ident()",
+        "        return self._watch is not None",
+        ("tests/ranks/test_ways_of_backwards.py", "-k", "in_a_thread"),
+    ),
+    Mutant(
         "what-is-computed-from-placeholders-passes-for-a-cast",
         "swallowed",
         "zerorun/zero/init.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -410,6 +411,39 @@ def local_losses(stage: int) -> float:
 def test_losses_of_blocks_alone_are_a_backward(stage: int) -> None:
     """It ended in "step() without backward()"."""
     assert max(run_ranks(2, local_losses, stage)) < 1e-6
+
+
+class InAThread(nn.Module):
+    """Runs its layers in another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            for layer in self.layers:
+                x = pool.submit(layer, x).result()
+        return x
+
+
+def threaded(stage: int) -> float:
+    torch.manual_seed(0)
+    engine, alone, optimizer = begin(InAThread(), stage)
+    for step in batches():
+        engine.backward(engine(step[dist.get_rank()]).square().mean())
+        engine.step()
+        torch.stack([alone(x).square().mean() for x in step]).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = largest_difference(engine, alone)
+    engine.destroy()
+    return found
+
+
+def test_blocks_may_run_in_a_thread() -> None:
+    """The watch of the first pass was ended where it had not begun: an internal error."""
+    assert max(run_ranks(2, threaded, 3)) < 1e-6
 
 
 class Tempered(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from threading import get_ident
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -295,13 +296,15 @@ class ReadGuard:
         self._module, self._on_cpu = module, on_host(device)
         self._units, self._shares = units, any(not unit.resident for unit in units)
         self._watches = watches
-        self._watch: ReadWatch | None = None  # that is on
+        self._watch: ReadWatch | None = None  # that is on, in the thread ``_thread``
+        self._thread = 0
         self._watched: set[Hashable] = set()  # kinds of passes
         self._seen_nan: set[Hashable] = set()
 
     @property
     def is_watching(self) -> bool:
-        return self._watch is not None
+        """True in the thread of the pass that is watched. Another one, in which a script runs a block, has other modes."""
+        return self._watch is not None and self._thread == get_ident()
 
     def begin(self, key: Hashable) -> None:
         """A pass of the kind ``key`` begins."""
@@ -311,6 +314,7 @@ class ReadGuard:
             sharing = (unit for unit in self._units if not unit.resident)
             self._watch = ReadWatch((g.marks, g.names, unit.name) for unit in sharing for g in unit.flat_groups)
             self._watch.__enter__()
+            self._thread = get_ident()
 
     def end(self) -> None:
         """The outermost forward is over."""

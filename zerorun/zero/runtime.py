@@ -172,7 +172,7 @@ class KeptTensors:
         self._hooks: dict[int, int] = {}  # of each layer inside, as many as it had when it was last looked at
 
     def find(self, made: Mapping[int, torch.Tensor], begin: int, end: int) -> Iterator[torch.Tensor]:
-        """Yield what a forward has kept beside ``made``, its output, by id. ``begin``, ``end``: the numbers of its nodes."""
+        """Yield what a forward has kept beside ``made``, its output, by id. Its nodes have the numbers [begin, end)."""
         last = max(map(_number, made.values()), default=begin - 1)
         some_are_late, found_late = last + 1 < end, False
         if self._looks < _LOOKS or some_are_late:
