@@ -5456,8 +5456,8 @@ MUTANTS = (
         "weights-that-are-away-may-be-read",
         "stale",
         "zerorun/zero/flat_group.py",
-        "            versions = tuple(writes_to(param) + (AWAY if away else 0) for param in params)",
-        "            versions = tuple(writes_to(param) for param in params)",
+        "            beyond = AWAY if away else 0",
+        "            beyond = 0",
         ("tests/ranks/test_ways_of_backwards.py", "-k", "computes_on_the_way"),
     ),
     Mutant(

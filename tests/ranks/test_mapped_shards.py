@@ -319,7 +319,7 @@ def aligned(numel: int, ranks: int) -> int:
 
 
 class Halved(nn.Module):
-    """Halves its weight in its forward, on one rank."""
+    """Halves its weight in its forward, on one rank, and so that torch does not count it, or it would be refused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,8 +327,7 @@ class Halved(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.rank == dist.get_rank():
-            with torch.no_grad():
-                self.linear.weight.mul_(0.5)
+            self.linear.weight.data.mul_(0.5)
         return self.linear(x)
 
 

@@ -249,9 +249,6 @@ def kept_losses(stage: int, keeper: str, shares: bool, local: bool = False) -> t
         found = largest_difference(engine, alone)
     except ModelError as error:
         found = str(error)
-    for part in engine.module.modules():
-        for name in ("loss", "losses"):  # graphs, whose hooks belong to the engine
-            vars(part).pop(name, None)
     engine.destroy()
     torch.ones((), requires_grad=True).backward()  # torch keeps what was ready when a backward failed, until the next one
     return found, [text for text in log._warned if "after its output" in text]
@@ -333,9 +330,7 @@ def features(stage: int, form: str, frozen: bool) -> str | float:
     finally:
         SEEN.clear()
         ELSEWHERE.clear()
-        for block in module[:BLOCKS]:
-            vars(block).pop("feature", None)
-        engine.destroy()
+        engine.destroy()  # which is freed, though the blocks keep tensors with its hooks
         torch.ones((), requires_grad=True).backward()
 
 
@@ -401,8 +396,6 @@ def local_losses(stage: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
     found = largest_difference(engine, alone)
-    for block in engine.module:
-        del block.loss
     engine.destroy()
     return found
 

@@ -108,7 +108,7 @@ class CurvatureTaking(Tracing):
         scale = self.loss_scale
         factor = scale * estimates.take_loss(weight, scale_wrt_gas=scale_wrt_gas)
         try:
-            with running.inside(ScaledBackward(scale)), estimates.gradients.in_use(), explained_reads():
+            with running.inside(ScaledBackward(scale)), estimates.gradients.in_use(), explained_reads(lambda: None):
                 (loss * factor if factor != 1.0 else loss).backward(retain_graph=retain_graph)
                 if estimates.backwards >= self.accumulation.batch.accumulation:
                     self._finish_estimate(estimates)

@@ -214,9 +214,9 @@ class Engine(CurvatureTaking):
         scale = self.loss_scale
         factor = scale * counts
         self._note_loss(loss, counts)
-        said = {"weight": weight, "scale_wrt_gas": scale_wrt_gas}
+        said, released = {"weight": weight, "scale_wrt_gas": scale_wrt_gas}, partial(find_released_use, loss, self.runtime)
         seen = self.accumulation.backwards
-        with running.inside(ScaledBackward(scale, said, heard=[self.accumulation])), explained_reads():
+        with running.inside(ScaledBackward(scale, said, heard=[self.accumulation])), explained_reads(released):
             scaled = loss * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else loss
             scaled.backward(retain_graph=retain_graph)
             unseen = self.accumulation.backwards == seen and any(unit.has_gradient() for unit in self.units)

@@ -14,7 +14,7 @@ from ..distributed.quantised_blocks import decode_parts, encode
 from ..distributed.transport.sums import square_sum
 from ..ops.rounding import join
 from ..plan.sharding_plan import FlatGroupPlan
-from .placeholders import AWAY, placeholders, writes_to
+from .placeholders import AWAY, placeholders
 
 # ``param.grad`` as autograd has left it, also where a mode shows something else under this name.
 fresh_gradient: Callable[[torch.Tensor], torch.Tensor | None] = torch.Tensor.grad.__get__  # type: ignore[union-attr]
@@ -134,13 +134,13 @@ class FlatGroup:
         """Make the parameters views of the slot."""
         self._show(self.views, away=False)
         if self._counted and not (self.plan.resident or self.plan.packed):
-            self._writes = [writes_to(param) for param in self.params]
+            self._writes = [param._version % AWAY for param in self.params]
 
     def reshard(self) -> None:
         """Make the parameters loud placeholders."""
         for entry, writes in enumerate(self._writes):
             param, view = self.params[entry], self.views[entry]
-            if (writes_to(param) != writes or param.data_ptr() != view.data_ptr()) and entry not in self._kept:
+            if (param._version % AWAY != writes or param.data_ptr() != view.data_ptr()) and entry not in self._kept:
                 self.written.append(self.names[entry])
         self._writes.clear()
         self._show(self.loud, away=True)
@@ -168,9 +168,10 @@ class FlatGroup:
 
     def _count(self, params: Sequence[nn.Parameter], *, away: bool) -> None:
         """Let autograd refuse to read ``params`` while they are ``away``, see [Note: versions] in placeholders.py."""
-        if self._counted:
-            versions = tuple(writes_to(param) + (AWAY if away else 0) for param in params)
-            torch._C._autograd._unsafe_set_version_counter(tuple(params), versions)
+        if self._counted and not self.plan.resident:
+            beyond = AWAY if away else 0
+            versions = [param._version % AWAY + beyond for param in params]
+            torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
 
     def take_in(self, entry: int) -> bool:
         """Let the frozen parameter ``entry`` have the values of the tensor that a script has put into its place.

@@ -22,7 +22,7 @@ from ..log import listed, warn_once
 from ..plan.parameter_kinds import repacking
 from .flat_group import edited, shows_copy
 from .gathers import ExecutionTrace
-from .placeholders import ReadWatch, storage_key, tensors_in, writes_to
+from .placeholders import AWAY, ReadWatch, storage_key, tensors_in
 from .unit import Unit
 
 # On a GPU, where reading placeholders waits for the device, only so many forwards look for writes to them.
@@ -184,7 +184,7 @@ class ScriptGuard:
         """
         if not self._copies:
             return
-        counted = sum([sum(map(writes_to, group.params)) for group in self._copies])
+        counted = sum([sum([param._version % AWAY for param in group.params]) for group in self._copies])
         if not surely and self._looks >= LOOKING_STEPS and counted == self._counted:
             return
         for link in {unit.link for unit in self._units}:
@@ -225,12 +225,12 @@ class ScriptGuard:
             warn_once(problem)
 
     def _versions_now(self) -> dict[int, int]:
-        return {id(param): writes_to(param) for _, param in self._named}
+        return {id(param): param._version % AWAY for _, param in self._named}
 
     def forget_writes(self, param: nn.Parameter) -> None:
         """What was written to ``param`` on this rank, all ranks have now."""
         if id(param) in self._versions:
-            self._versions[id(param)] = writes_to(param)
+            self._versions[id(param)] = param._version % AWAY
 
     def take_writes(self) -> int:
         """How many writes in place to parameters torch has counted since the last call; ``param.data.mul_()`` is none."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import re
 from collections import UserDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -85,22 +85,24 @@ def released_parameter(name: str, unit: str) -> ReleasedParameterError:
     )
 
 
-def writes_to(param: torch.Tensor) -> int:
-    """How many writes in place to ``param`` torch has counted."""
-    return param._version % AWAY
-
-
-_VERSION = re.compile(r"is at version (\d+)")  # of autograd's own error
+_VERSIONS = re.compile(r"is at version (\d+); expected version (\d+)")  # of autograd's own error
 
 
 @contextmanager
-def explained_reads() -> Iterator[None]:
-    """A backward: raise ModelError where autograd refuses to read a weight that is away, see [Note: versions]."""
+def explained_reads(released: Callable[[], tuple[str, str] | None]) -> Iterator[None]:
+    """A backward: raise ModelError where autograd refuses to read a weight that is away, see [Note: versions].
+
+    Where a weight is there that was away when it was saved: ReleasedParameterError. ``released`` finds out which, and of
+    which unit.
+    """
     try:
         yield
     except RuntimeError as error:
-        found = _VERSION.search(str(error))
-        if found is None or int(found[1]) < AWAY:
+        found = _VERSIONS.search(str(error))
+        now, saved = (int(number) >= AWAY for number in found.groups()) if found is not None else (False, False)
+        if saved and (name := released()) is not None:
+            raise released_parameter(*name) from error
+        if not now:
             raise
         raise ModelError(
             "a backward needs weights of a unit that are not on this rank, and no output of the unit has called for them: "

@@ -49,6 +49,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
+from weakref import WeakMethod, ref
 
 import torch
 from torch import nn
@@ -309,6 +310,18 @@ def _has(tensors: Iterable[torch.Tensor], whole: torch.Tensor) -> bool:
     return any(tensor is whole or tensor._base is whole for tensor in tensors)
 
 
+def _weak_hook(method: Callable[..., None], unit: Unit, *given: Any) -> Callable[[torch.Tensor], None]:
+    """A hook on a tensor that calls ``method(unit, *given, gradient)``. Whoever keeps the tensor keeps neither."""
+    known, of = WeakMethod(method), ref(unit)
+
+    def hook(grad: torch.Tensor) -> None:
+        found, unit = known(), of()
+        if found is not None and unit is not None:
+            found(unit, *given, grad)
+
+    return hook
+
+
 class GradientHooks:
     """Hooks on gradients, for when these are differentiated: see [Note: gradients of gradients]."""
 
@@ -334,7 +347,7 @@ class GradientHooks:
         for tensor in inputs:
             if not tensor.requires_grad:
                 continue
-            handle = tensor.register_hook(partial(self._on_gradient, unit))
+            handle = tensor.register_hook(_weak_hook(self._on_gradient, unit))
             if tensor.is_leaf:  # may be used again and again, and would keep all hooks
                 self._handles.append(handle)
                 if len(self._handles) > _MAX_OUTSTANDING:
@@ -622,7 +635,7 @@ class Runtime:
 
 def _pre_backward_of(runtime: Runtime, unit: Unit) -> Callable[[torch.Tensor], None]:
     """The hook on what a forward of ``unit`` has made."""
-    return partial(runtime._pre_backward, unit, runtime.gathers.updates if unit.trainable else None)
+    return _weak_hook(runtime._pre_backward, unit, runtime.gathers.updates if unit.trainable else None)
 
 
 def _layer_made(runtime: Runtime, unit: Unit, layer: nn.Module, args: Any, output: Any) -> None:
