@@ -214,7 +214,8 @@ class Engine(CurvatureTaking):
         scale = self.loss_scale
         factor = scale * counts
         self._note_loss(loss, counts)
-        said, released = {"weight": weight, "scale_wrt_gas": scale_wrt_gas}, partial(find_released_use, loss, self.runtime)
+        said = {"weight": weight, "scale_wrt_gas": scale_wrt_gas}
+        released = partial(find_released_use, loss, self.sharded_model.runtime)
         seen = self.accumulation.backwards
         with running.inside(ScaledBackward(scale, said, heard=[self.accumulation])), explained_reads(released):
             scaled = loss * factor if isinstance(factor, torch.Tensor) or factor != 1.0 else loss
