@@ -68,8 +68,9 @@ class FlatGroup:
         # The placeholders that the parameters show while they are resharded, and the elements behind them.
         self.marks, self.loud = placeholders(self.params)
         self._kept: set[int] = set()  # entries, see ``keep``
-        self._counted = not any(param.is_inference() for param in self.params)
-        self._writes: list[int] = []  # to each, when the unit was unsharded
+        self._counted = not (plan.resident or any(param.is_inference() for param in self.params))
+        self._loses_writes = self._counted and not plan.packed
+        self._states: list[tuple[int, int]] = []  # writes to each, and where it is, when the unit was unsharded
         self.written: list[str] = []  # names of those written to before the unit was resharded: what was written is gone
 
     @property
@@ -133,16 +134,17 @@ class FlatGroup:
     def unshard(self) -> None:
         """Make the parameters views of the slot."""
         self._show(self.views, away=False)
-        if self._counted and not (self.plan.resident or self.plan.packed):
-            self._writes = [param._version % AWAY for param in self.params]
+        if self._loses_writes and not self._kept:
+            self._states = [(param._version, param.data_ptr()) for param in self.params]
 
     def reshard(self) -> None:
         """Make the parameters loud placeholders."""
-        for entry, writes in enumerate(self._writes):
-            param, view = self.params[entry], self.views[entry]
-            if (param._version % AWAY != writes or param.data_ptr() != view.data_ptr()) and entry not in self._kept:
-                self.written.append(self.names[entry])
-        self._writes.clear()
+        if self._states and not self._kept:
+            states = [(param._version, param.data_ptr()) for param in self.params]
+            if states != self._states:
+                found = zip(self.names, states, self._states, strict=True)
+                self.written += [name for name, now, before in found if now != before]
+        self._states = []
         self._show(self.loud, away=True)
 
     def _show(self, tensors: Sequence[torch.Tensor], *, away: bool) -> None:
@@ -168,7 +170,7 @@ class FlatGroup:
 
     def _count(self, params: Sequence[nn.Parameter], *, away: bool) -> None:
         """Let autograd refuse to read ``params`` while they are ``away``, see [Note: versions] in placeholders.py."""
-        if self._counted and not self.plan.resident:
+        if self._counted:
             beyond = AWAY if away else 0
             versions = [param._version % AWAY + beyond for param in params]
             torch._C._autograd._unsafe_set_version_counter(tuple(params), tuple(versions))
