@@ -177,7 +177,11 @@ def largest_difference(engine: zerorun.Engine, alone: nn.Module) -> float:
 
 def trained(form: str, stage: int, recompute: bool) -> float:
     torch.manual_seed(0)
-    engine, alone, optimizer = begin(Stack(form, recompute), stage)
+    return difference_after_training(Stack(form, recompute), stage)
+
+
+def difference_after_training(module: nn.Module, stage: int) -> float:
+    engine, alone, optimizer = begin(module, stage)
     for step in batches():
         engine.backward(engine(step[dist.get_rank()]).square().mean())
         engine.step()
@@ -288,13 +292,15 @@ class Featured(nn.Module):
 SEEN: list[torch.Tensor] = []  # by the hook of the script
 
 
-def feature_loss(form: str, module: Any) -> torch.Tensor:
-    """Of what the block before the last has made on the way, with or without the output of the model."""
-    seen, kept = SEEN[0], ELSEWHERE[BLOCKS - 2]
+def loss_with_feature(form: str, model: Any, block: Any, x: torch.Tensor) -> torch.Tensor:
+    """Of what ``block``, the last but one, has made on the way, with or without the output of ``model``."""
+    out = model(x)
+    found = block.feature
+    if form in ("a hook", "elsewhere"):
+        found = SEEN[0] if form == "a hook" else ELSEWHERE[BLOCKS - 2]
     SEEN.clear()
     ELSEWHERE.clear()
-    found = {"a hook": seen, "elsewhere": kept}.get(form, module[BLOCKS - 2].feature)
-    return found.square().mean()
+    return found.square().mean() + (out.square().mean() if form == "both" else 0.0)  # type: ignore[no-any-return]
 
 
 def features(stage: int, form: str, frozen: bool) -> str | float:
@@ -307,21 +313,11 @@ def features(stage: int, form: str, frozen: bool) -> str | float:
     if form == "a hook":
         for model in (module, alone):
             model[BLOCKS - 2].up.register_forward_hook(lambda layer, args, output: SEEN.append(output))
-    else:
-        SEEN.append(torch.zeros(1))
     try:
         for step in batches():
-            given = step[dist.get_rank()]
-            SEEN.extend([torch.zeros(1)] * (form != "a hook"))
-            out = engine(given)
-            engine.backward(feature_loss(form, module) + (out.square().mean() if form == "both" else 0.0))
+            engine.backward(loss_with_feature(form, engine, module[BLOCKS - 2], step[dist.get_rank()]))
             engine.step()
-            losses = []
-            for x in step:
-                SEEN.extend([torch.zeros(1)] * (form != "a hook"))
-                out = alone(x)
-                losses.append(feature_loss(form, alone) + (out.square().mean() if form == "both" else 0.0))
-            torch.stack(losses).mean().backward()
+            torch.stack([loss_with_feature(form, alone, alone[BLOCKS - 2], x) for x in step]).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         return largest_difference(engine, alone)
@@ -422,16 +418,7 @@ class InAThread(nn.Module):
 
 def threaded(stage: int) -> float:
     torch.manual_seed(0)
-    engine, alone, optimizer = begin(InAThread(), stage)
-    for step in batches():
-        engine.backward(engine(step[dist.get_rank()]).square().mean())
-        engine.step()
-        torch.stack([alone(x).square().mean() for x in step]).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    found = largest_difference(engine, alone)
-    engine.destroy()
-    return found
+    return difference_after_training(InAThread(), stage)
 
 
 def test_blocks_may_run_in_a_thread() -> None:
