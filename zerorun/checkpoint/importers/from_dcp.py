@@ -75,6 +75,13 @@ class _Refused:
     why: str
 
 
+def _memory_format(kind: Any, name: Any) -> Any:
+    """Stand for getattr, by which Python 3.11.0 to 3.11.3 store a member of an enumeration: .metadata has this one."""
+    if kind is metadata._MEM_FORMAT_ENCODING and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"it asks for {name!r:.80} of {kind!r:.80}")
+
+
 class _MetadataUnpickler(RuledUnpickler):
     """Knows the classes of which ``.metadata`` consists, and no others."""
 
@@ -83,12 +90,16 @@ class _MetadataUnpickler(RuledUnpickler):
             return _METADATA[module, name]
         if (module, name) in (("pathlib._local", "PosixPath"), ("torch.serialization", "_get_layout")):
             return pathlib.PosixPath if name == "PosixPath" else torch.serialization._get_layout
+        if name == "getattr" and module in ("builtins", "__builtin__"):
+            return _memory_format
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
         raise ImportError(f"{module}.{name}")
 
     def make(self, kind: Any, args: Any) -> Any:
+        if kind is _memory_format and len(args) == 2:
+            return _memory_format(*args)
         values = args[0] if kind is torch.Size and len(args) == 1 else args
         wanted = str if kind in (pathlib.PosixPath, pathlib.PurePosixPath, torch.serialization._get_layout) else int
         if not isinstance(kind, (type, types.FunctionType)) or not all(type(value) is wanted for value in values):

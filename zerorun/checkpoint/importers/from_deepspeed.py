@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,18 @@ class _Record:
     """The attributes of an object of DeepSpeed, whose class is not needed and not imported."""
 
 
+_STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}  # of ZeroStageEnum
+
+
+def _member(kind: Any, name: Any) -> Any:
+    """Stand for getattr, by which Python 3.11.0 to 3.11.3 store a member of an enumeration; ``kind`` is of _SAFE."""
+    if kind is int and name in _STAGES:
+        return _STAGES[name]
+    if kind is str and type(name) is str:  # a device, whose name is its value
+        return name
+    raise pickle.UnpicklingError(f"it asks for {name!r:.80} of {kind!r:.80}")
+
+
 _DEEPSPEED = "deepspeed.runtime."
 _SAFE: list[Any] = [
     *HARMLESS,
@@ -59,6 +72,7 @@ _SAFE: list[Any] = [
     (_Record, "deepspeed.utils.tensor_fragment.fragment_address"),
     (int, _DEEPSPEED + "zero.config.ZeroStageEnum"),
     (str, _DEEPSPEED + "zero.offload_config.OffloadDeviceEnum"),
+    (_member, "builtins.getattr"),
 ]
 
 
