@@ -43,7 +43,10 @@ def main(argv: Sequence[str] | None = None, **defaults: Any) -> int:
         open_standard_streams()
     parser = build_parser()
     parser.set_defaults(**defaults)
-    args = parse_args(parser, sys.argv[1:] if argv is None else argv, os.environ)
+    try:
+        args = parse_args(parser, sys.argv[1:] if argv is None else argv, os.environ)
+    except BrokenPipeError:  # nobody reads --help, which Python tells before 3.11.4
+        return 0
     try:
         return _launch(args)
     except (LaunchError, ConfigError) as error:

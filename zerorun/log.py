@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import math
 import os
@@ -76,9 +77,17 @@ def warn_once(message: str) -> None:
 # -- commands ----------------------------------------------------------------------------------------------------
 
 
+class _Parser(argparse.ArgumentParser):
+    def print_help(self, file: Any = None) -> None:
+        """Print it until the reader closes the pipe, in which argparse ends by an error before Python 3.11.4."""
+        open_standard_streams()
+        with contextlib.suppress(BrokenPipeError):
+            super().print_help(file)
+
+
 def command_parser(program: str, description: str, epilog: str) -> argparse.ArgumentParser:
     """Return a parser without arguments, which prints ``epilog`` as it is and takes options by their whole names."""
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=program,
         description=description,
         epilog=epilog,

@@ -308,6 +308,7 @@ def test_no_restart_after_a_signal(cluster: Cluster, tmp_path: Path, number: sig
     assert_nothing_left(cluster, 0.5)
 
 
+@pytest.mark.nightly  # by day: test_worker_fails
 def test_failure_is_noticed_behind_a_flood_of_output(cluster: Cluster, tmp_path: Path) -> None:
     script = """
     meet()
@@ -324,6 +325,7 @@ def test_failure_is_noticed_behind_a_flood_of_output(cluster: Cluster, tmp_path:
     assert_nothing_left(cluster, 0.5)
 
 
+@pytest.mark.nightly  # by day: test_launch.py::test_arguments_paths_and_variables_arrive_unchanged
 def test_long_commands_arrive(cluster: Cluster, tmp_path: Path) -> None:
     """Megabytes of them, through pipes that hold 64 KiB."""
     job = Job(cluster, tmp_path, "print(len(sys.argv[1]))\n", hosts=2, slots=12, args=["x" * 100_000])

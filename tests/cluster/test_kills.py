@@ -21,6 +21,7 @@ def finish(cluster: Cluster, job: KilledJob, folder: Path) -> None:
     assert_nothing_has_happened(notes, uninterrupted(folder, job.ranks, notes.step))
 
 
+@pytest.mark.nightly  # by day: ranks/test_memory_copies.py, and unit/test_told_restarts.py for the launcher
 def test_a_worker_that_is_killed_costs_one_step(cluster: Cluster, tmp_path: Path) -> None:
     """By day. What several hosts add to it is tried at night; tests/ranks has partners on other hosts."""
     job = KilledJob(cluster, tmp_path, hosts=1, slow=0.02)

@@ -60,6 +60,7 @@ def test_host_crashes_and_the_others_go_on(cluster: Cluster, tmp_path: Path) -> 
     assert_nothing_left(cluster, 0.5)
 
 
+@pytest.mark.nightly  # by day: test_a_spare_takes_the_place_of_a_lost_host
 def test_host_that_comes_back_takes_part_again(cluster: Cluster, tmp_path: Path) -> None:
     script = NOTE + "meet()\nif attempt == 0: time.sleep(100)\n"
     job = Job(cluster, tmp_path, script, "--max-restarts=1", hosts=3)
@@ -138,6 +139,7 @@ def test_first_host_is_lost(cluster: Cluster, tmp_path: Path, how: str) -> None:
     assert out.count(f"master {cluster[2].address}") == 2
 
 
+@pytest.mark.nightly  # by day: test_a_spare_takes_the_place_of_a_lost_host
 def test_job_starts_without_a_host_that_is_down(cluster: Cluster, tmp_path: Path) -> None:
     cluster[1].power_off()
     code, out, err = Job(cluster, tmp_path, NOTE, "--nnodes=2:3", hosts=3).finish(40)

@@ -331,12 +331,14 @@ def test_no_space_left(nursery: Nursery, small_disk: Path, tmp_path: Path, narro
     starve(nursery, small_disk, tmp_path / "wide", narrow, rooms, asynchronous)
 
 
+@pytest.mark.nightly  # by day: test_no_space_left
 @later_by_day
 def test_no_space_left_for_small_files(nursery: Nursery, small_disk: Path, tmp_path: Path, asynchronous: bool) -> None:
     rooms = ["all but small files", "all but the manifest"]
     starve(nursery, small_disk, tmp_path / "wide", None, rooms, asynchronous)
 
 
+@pytest.mark.nightly  # by day: test_no_space_left
 @later_by_day
 @pytest.mark.parametrize("narrow", by_day((None, 0, 1), 1), ids=["both ranks", "rank 0", "rank 1"])
 def test_no_more_files(nursery: Nursery, small_disk: Path, tmp_path: Path, narrow: int | None, asynchronous: bool) -> None:
@@ -365,6 +367,7 @@ def for_nobody() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.nightly  # by day: test_read_only_disk
 @later_by_day
 def test_directory_without_permission(nursery: Nursery, for_nobody: Path, asynchronous: bool) -> None:
     folder = str(for_nobody / "here")
@@ -376,6 +379,7 @@ def test_directory_without_permission(nursery: Nursery, for_nobody: Path, asynch
     assert folder in first
 
 
+@pytest.mark.nightly  # by day: test_read_only_disk
 def test_file_without_permission(nursery: Nursery, for_nobody: Path) -> None:
     order = Order("unreadable_file", 2, {"directory": str(for_nobody / "here")}, uid=_NOBODY)
     assert "optimizer.exp_avg-00002-of-00002.safetensors" in " ".join(nursery.succeed(order)[0])
@@ -652,6 +656,7 @@ def test_nobody_waits_for_a_rank_without_memory(nursery: Nursery, tmp_path: Path
     assert "MemoryError" in first
 
 
+@pytest.mark.nightly  # by day: test_an_asynchronous_save…
 @later_by_day
 def test_slow_disk(nursery: Nursery, tmp_path: Path, asynchronous: bool) -> None:
     """Rank 0 writes for twice as long as a collective of the training may take."""
@@ -772,7 +777,7 @@ def test_a_tag_between_two_renames(nursery: Nursery, pair: Pair, tmp_path: Path,
 # -- local disks -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tag", [None, "same"], ids=["by latest", "by tag"])
+@pytest.mark.parametrize("tag", by_day((None, "same"), None), ids=["by latest", "by tag"])
 def test_two_versions_of_a_tag_are_not_mixed(nursery: Nursery, tmp_path: Path, tag: str | None) -> None:
     """Each rank has a disk of its own, and one is killed before the new version of a tag appears there."""
     order = Order("save_on_local_disks", 2, {"directory": str(tmp_path), "tag": "same", "fails": 1})
@@ -791,9 +796,7 @@ def test_two_versions_of_a_tag_are_not_mixed(nursery: Nursery, tmp_path: Path, t
 
 @pytest.mark.parametrize(
     "rank, kind",
-    by_day(
-        ((0, "model-"), (1, "model-"), (1, "optimizer.exp_avg-"), (1, "config.json")), (0, "model-"), (1, "config.json")
-    ),
+    by_day(((0, "model-"), (1, "model-"), (1, "optimizer.exp_avg-"), (1, "config.json")), (1, "config.json")),
 )
 def test_damage_on_a_local_disk(nursery: Nursery, tmp_path: Path, rank: int, kind: str) -> None:
     """One rank's disk loses a bit: both ranks go back to the checkpoint before."""
@@ -809,6 +812,7 @@ def test_damage_on_a_local_disk(nursery: Nursery, tmp_path: Path, rank: int, kin
         assert file.name in result[0].error
 
 
+@pytest.mark.nightly  # by day: test_one_save_at_a_time
 def test_one_directory_by_two_names(nursery: Nursery, tmp_path: Path) -> None:
     """Ranks that reach a directory by different paths write one checkpoint."""
     (tmp_path / "0").mkdir()

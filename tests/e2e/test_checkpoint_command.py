@@ -910,6 +910,7 @@ def test_an_error_of_ours_is_not_taken_for_damage(saved: Path, command: Command,
     assert "ZeroDivisionError" in err
 
 
+@pytest.mark.nightly  # by day: test_process.py::test_a_command_that_nobody_reads_ends_in_no_traceback
 def test_a_closed_pipe_is_no_error(saved: Path) -> None:
     process = subprocess.Popen([*COMMAND, "inspect", str(saved / "run")], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None

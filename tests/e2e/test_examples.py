@@ -63,6 +63,7 @@ def test_train_gpt(tmp_path: Path, config: str) -> None:
     assert (results / "loss.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.nightly  # by day: test_train_hf; test_equivalence.py for what the stages give
 def test_stage_and_world_size_change_nothing(tmp_path: Path) -> None:
     """One process at stage 0 and two at stage 3 see the same batches and get the same losses."""
     fork_program(1, *train_gpt("zero0"), "--out", "one", folder=tmp_path, modules=PLOTS)

@@ -278,14 +278,14 @@ zerorun.init_distributed("cpu", timeout_s=float(sys.argv[3]))
 @pytest.mark.parametrize("late", (0, 2))
 def test_ranks_that_have_not_come_are_named(tmp_path: Path, late: int) -> None:
     """In a line after half a minute, here at once, and in the error when the time is over."""
-    others = [rank for rank in range(3) if rank != late]
-    with start_ranks(3, LATE, str(late), str(tmp_path / "never"), "2") as scripts:
+    others, limit = [rank for rank in range(3) if rank != late], f"{2 * patience():.0f}"
+    with start_ranks(3, LATE, str(late), str(tmp_path / "never"), limit) as scripts:
         ended = [scripts[rank].finish(60 * patience()) for rank in others]
     for code, _, errors in ended:
         assert code == 1
         line, *_, error = [line for line in errors.splitlines() if "the rendezvous of 3 ranks" in line]
         assert line.endswith(f". Rank {late} has not come.") and "has been waiting for" in line
-        assert "zerorun.errors.TopologyError" in error and f"after 2 s rank {late} had not come (" in error
+        assert "zerorun.errors.TopologyError" in error and f"after {limit} s rank {late} had not come (" in error
 
 
 LATE_IN_INITIALIZE = """
@@ -418,7 +418,11 @@ def test_a_process_that_the_script_forks_ends_by_itself() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [("zerorun.pipeline.cli", "--stages=4", "--micro-batches=8"), ("zerorun.config", "--keys"), ("zerorun", "--help")],
+    [
+        ("zerorun.pipeline.cli", "--stages=4", "--micro-batches=8"),
+        ("zerorun.config", "--keys"),
+        *(("zerorun", "--help"), ("zerorun.planner.cli", "--help")),
+    ],
 )
 @pytest.mark.parametrize("closed", ["stdout is closed", "nobody reads"])
 def test_a_command_that_nobody_reads_ends_in_no_traceback(module: tuple[str, ...], closed: str) -> None:

@@ -185,8 +185,7 @@ def test_the_shim_and_help() -> None:
     assert "exit status: 0 can train" in done.stdout
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("number", by_day((signal.SIGINT, signal.SIGTERM, signal.SIGKILL), signal.SIGTERM, signal.SIGKILL))
+@pytest.mark.parametrize("number", by_day((signal.SIGINT, signal.SIGTERM, signal.SIGKILL), signal.SIGTERM))
 # The live check's ranks end with their launcher: unit/test_launcher_processes.py.
 @pytest.mark.parametrize(
     "during", by_day(("zerorun.report.software", "zerorun.report.live_worker"), "zerorun.report.software")

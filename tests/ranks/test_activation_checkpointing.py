@@ -44,7 +44,7 @@ UNITS: dict[str, dict[str, Any]] = {
 }
 STEPS = 2
 # By day: a recomputation meets frozen and shared parameters, branches, blocks that run twice, checkpoints of the model.
-MODELS = ("tied", "frozen", "branch", "repeated", "two_forwards", "checkpoint_groups")
+MODELS = ("frozen", "repeated", "checkpoint_groups")  # by day
 
 
 class DropBlock(Block):
@@ -104,8 +104,9 @@ def test_dropout_and_accumulation(stage: int, units: str) -> None:
             assert_same_bits(result, results[0], section)
 
 
+@pytest.mark.nightly  # by day: test_dropout_and_accumulation; test_settings.py cuts in other places
 @few_by_day
-@pytest.mark.parametrize(("stage", "units"), by_day(product(range(4), ("layers", "sized")), (3, "sized")))
+@pytest.mark.parametrize(("stage", "units"), product(range(4), ("layers", "sized")))
 def test_units_inside_the_blocks(stage: int, units: str, policies: str) -> None:
     """The same but for the order of sums: a recomputation visits them all, so their first gradients come late."""
     sections = sections_of(policies)
@@ -115,10 +116,10 @@ def test_units_inside_the_blocks(stage: int, units: str, policies: str) -> None:
             assert result.norms == pytest.approx(results[0].norms, rel=1e-6), section
 
 
+@pytest.mark.nightly  # by day: test_simulated_device.py has each precision with each policy
 @few_by_day
-@pytest.mark.each_value
 @pytest.mark.parametrize("world", (1, 3))
-@pytest.mark.parametrize("precision", by_day(("fp32", "bf16", "fp16"), "bf16", "fp16"))
+@pytest.mark.parametrize("precision", ("fp32", "bf16", "fp16"))
 def test_other_numbers_of_ranks_and_precisions(world: int, precision: str, policies: str) -> None:
     sections = sections_of(policies)
     for results in run_ranks(world, train_dropout, 3, {}, precision, sections):

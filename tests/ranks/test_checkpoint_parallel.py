@@ -282,7 +282,8 @@ def load_apart(folder: str, cell: Cell) -> tuple[Whole, float]:
     return found, number
 
 
-@pytest.mark.parametrize("loads", by_day((1, 2), 1))
+@pytest.mark.nightly  # by day: the test of this name in test_checkpoint_contents.py, and test_frozen_weights_and_masters
+@pytest.mark.parametrize("loads", (1, 2))
 def test_every_rank_has_a_disk_of_its_own(loads: int, tmp_path: Path) -> None:
     """Then ranks send one another what is in their files, picked from the rows there.
 

@@ -91,7 +91,6 @@ def on_the_simulated_device(training: Training) -> tuple[dict[str, Any], list[st
     by_day(
         [(method, stage, batch) for method in ("ulysses", "gather") for stage in (1, 3) for batch in ("padded", "packed")],
         ("gather", 3, "padded"),
-        ("ulysses", 1, "packed"),
     ),
 )
 def test_on_the_simulated_device(method: str, stage: int, batch: str) -> None:

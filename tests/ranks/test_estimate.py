@@ -137,7 +137,10 @@ def configuration(stage: int, precision: str, optimizer: str, changes: dict[str,
 LINGERING = 4
 
 
-@pytest.mark.parametrize(("ranks", "stage", "precision", "optimizer", "width", "changes"), by_day(CELLS, *CELLS[3::3]))
+BY_DAY = (CELLS[3], CELLS[9], CELLS[12], CELLS[15])
+
+
+@pytest.mark.parametrize(("ranks", "stage", "precision", "optimizer", "width", "changes"), by_day(CELLS, *BY_DAY))
 def test_estimate_is_what_is_held(
     ranks: int, stage: int, precision: str, optimizer: str, width: int, changes: dict[str, Any]
 ) -> None:

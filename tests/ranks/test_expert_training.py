@@ -158,7 +158,7 @@ KEYS: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("family", by_day(["mixtral", "deepseek-v3"], "deepseek-v3"))
-@pytest.mark.parametrize("keys", by_day(KEYS, *(name for name in KEYS if name != "compiled")))
+@pytest.mark.parametrize("keys", by_day(KEYS, "selective", "offload all", "hybrid", "divided sequences"))
 def test_keys(keys: str, family: str) -> None:
     stage, changes = KEYS[keys]
     check(family, 4 if keys == "hybrid" else 2, config_of(stage, 2, **changes))

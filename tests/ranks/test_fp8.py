@@ -317,6 +317,7 @@ def races(place: str) -> list[str]:
     return look(gathering(place, True), CASES["plain"])
 
 
+@pytest.mark.nightly  # by day: test_gathers_in_fp8_change_no_bit
 @pytest.mark.parametrize("place", by_day(("plain", "all in host memory"), "all in host memory"))
 def test_gathers_in_fp8_have_no_races(place: str) -> None:
     assert run_ranks(2, races, place) == [[], []]

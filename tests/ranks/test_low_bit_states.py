@@ -8,6 +8,7 @@ from typing import Any
 import bitsandbytes as bnb
 import pytest
 import torch
+from covering import by_day
 from harness import run_ranks
 from safetensors.torch import load_file
 from torch import nn
@@ -100,7 +101,10 @@ def load_alone(folder: str, kind: str) -> Any:
         torch.compiler.set_stance("default")
 
 
-@pytest.mark.parametrize("kind", ["torchao 8 bits", "torchao 4 bits", "bitsandbytes"])
+_KINDS = ("torchao 8 bits", "torchao 4 bits", "bitsandbytes")
+
+
+@pytest.mark.parametrize("kind", by_day(_KINDS, *_KINDS[1:]))
 def test_low_bit_states_are_counted_saved_and_loaded(tmp_path: Path, kind: str) -> None:
     ranks = run_ranks(2, save_and_go_on, str(tmp_path), kind)
     for rank in ranks:

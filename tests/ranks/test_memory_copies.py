@@ -117,7 +117,7 @@ def interrupted(folder: str, stage: int, lost: int) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("lost", (-1, 0, 2))
+@pytest.mark.parametrize("lost", by_day((-1, 0, 2), -1, 0))
 @pytest.mark.parametrize("stage", by_day((0, 1, 2, 3), 0, 3))
 def test_goes_on_bit_for_bit(stage: int, lost: int, tmp_path: Path) -> None:
     run_ranks(3, interrupted, str(tmp_path), stage, lost)

@@ -129,7 +129,7 @@ def llama_apart(params: Any) -> torch.optim.Optimizer:
 APART = {"gpt2": gpt2_apart, "llama": llama_apart}
 
 
-@pytest.mark.parametrize("which", by_day(PARTS, "tensor, sharded", "uneven, and whole"))
+@pytest.mark.parametrize("which", by_day(PARTS, "uneven, and whole"))
 def test_megatron_6380_a_divided_model_equals_one_process(which: str) -> None:
     """An update by blocks of tensor ranks would be another one."""
     name, stage, tensor, pipe, data, changes = PARTS[which]

@@ -96,7 +96,11 @@ def train_apart(model: str, configs: list[dict[str, Any]]) -> list[Result]:
 @pytest.mark.each_value
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(
-    ("stage", "place"), [(1, "optimizer"), (2, "ratio 0.3"), (3, "optimizer"), (3, "both"), (2, "disk"), (3, "all on disk")]
+    ("stage", "place"),
+    by_day(
+        ((1, "optimizer"), (2, "ratio 0.3"), (3, "optimizer"), (3, "both"), (2, "disk"), (3, "all on disk")),
+        *((2, "ratio 0.3"), (3, "both"), (2, "disk")),
+    ),
 )
 def test_a_thread_of_the_host_changes_nothing(stage: int, place: str, precision: str) -> None:
     configs = [
@@ -137,7 +141,7 @@ def train_with_overflows(stage: int, places: list[dict[str, Any]], options: dict
     return found
 
 
-@pytest.mark.parametrize("stage", by_day((1, 2, 3), 1, 3))
+@pytest.mark.parametrize("stage", by_day((1, 2, 3), 3))
 def test_planted_overflows(stage: int) -> None:
     places = [{}, *(PLACES[name] for name in ("optimizer", "ratio 0.3", "disk")), *([PLACES["both"]] if stage == 3 else [])]
     for found in run_ranks(2, train_with_overflows, stage, places, {"clip": 1.0, "precision": "fp16", "accumulation": 2}):
@@ -163,8 +167,9 @@ COMBINED: dict[str, tuple[Any, ...]] = {
 }
 
 
-@pytest.mark.parametrize("strength", by_day((1, 2, 4), 1))
-@pytest.mark.parametrize("stage", by_day((1, 2, 3), 3))
+@pytest.mark.nightly  # by day: test_offloaded_equals_resident and test_planted_overflows
+@pytest.mark.parametrize("strength", (1, 2, 4))
+@pytest.mark.parametrize("stage", (1, 2, 3))
 def test_every_combination(stage: int, strength: int) -> None:
     """With planted overflows in fp16: the same bits with and without offload."""
     rows = covering(COMBINED, strength)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from models import CASES, Block, Case, Gpt, Place
 from races import looking_for_races
@@ -23,6 +24,7 @@ from zerorun import zero
 from zerorun.plan.step_collectives import step_collectives
 
 STEPS = 3
+BY_DAY = ("lora", "unused_alternating", "two_forwards", "moe")
 
 
 def configuration(stage: int, **more: Any) -> dict[str, Any]:
@@ -42,7 +44,8 @@ def train_on(model: str, where: str, config: dict[str, Any], monkey: bool = Fals
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    "model", ("plain", "tied", "lora", "frozen", "unused_alternating", "checkpoint", "two_forwards", "moe")
+    "model",
+    by_day(("plain", "tied", "lora", "frozen", "unused_alternating", "checkpoint", "two_forwards", "moe"), *BY_DAY),
 )
 @pytest.mark.parametrize("stage", (1, 2))
 @pytest.mark.parametrize("where", ("cpu", "simulated", "races"))

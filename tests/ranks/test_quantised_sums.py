@@ -211,6 +211,7 @@ TRAVELS = {
 }
 
 
+@pytest.mark.nightly  # by day: test_quantised_wire.py
 @pytest.mark.parametrize("what", by_day(TRAVELS, "offload"))
 def test_it_is_the_same_however_gradients_travel(what: str) -> None:
     for results in run_ranks(4, on_both_devices, [TRAVELS[what]]):
@@ -237,6 +238,7 @@ def look_at_two_hops(config: dict[str, Any]) -> list[str]:
     return test_simulated_device.look(config, topology=topology)
 
 
+@pytest.mark.nightly  # by day: test_codes_have_no_races, and test_codes_of_replicas_are_the_same_bits
 def test_the_second_hop_has_no_races() -> None:
     """It goes on behind the backward of the unit after the next."""
     for races in run_ranks(4, look_at_two_hops, quantised(2, 2, "bf16", zeropp_loco_param={})):

@@ -124,7 +124,7 @@ def loaded(folder: str, optimizer: str, stage: int, place: str) -> tuple[States,
     return states, weights
 
 
-@pytest.mark.parametrize("optimizer", OF)
+@pytest.mark.parametrize("optimizer", by_day(OF, "Sophia"))
 @pytest.mark.parametrize(
     ("world", "stage", "place"),
     by_day(((3, 3, "device"), (1, 0, "device"), (3, 1, "disk"), (2, 2, "optimizer")), (3, 3, "device")),

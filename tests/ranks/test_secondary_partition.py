@@ -120,10 +120,10 @@ def same_bits(one: Result, other: Result) -> bool:
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 ROWS = [
     ("plain", hpz(precision="bf16", stage3_prefetch_bucket_size=5000, offload_optimizer={"device": "cpu"})),
-    ("plain", hpz(accumulation=2, precision="bf16", **OFFLOADED)),
     ("branch", hpz(accumulation=2, zero_quantized_weights=True)),
 ]
 MORE = [
+    ("plain", hpz(accumulation=2, precision="bf16", **OFFLOADED)),
     ("plain", hpz(accumulation=2)),
     ("lora", hpz(zero_quantized_weights=True)),
     ("tied", hpz(precision="fp16", overlap_comm=True)),

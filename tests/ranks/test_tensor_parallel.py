@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_day
 from harness import run_ranks
 from torch import nn
 from torch.nn import functional
@@ -133,7 +134,7 @@ def test_equals_one_process(stage: int, world: int, tensor: int) -> None:
     compare(found, reference(world // tensor, accumulation, clip))
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", by_day((1, 3), 3))
 def test_hybrid_sharding_and_offload(stage: int) -> None:
     changes: dict[str, Any] = {"zero_optimization": {"shard_degree": 2, "offload_optimizer": {"device": "cpu"}}}
     compare(run_ranks(8, train, stage, 2, 1, 0.5, changes), reference(4, 1, 0.5))

@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
     "16 bytes, remainders": ({"store_param_remainders": True}, (4, 4, 8)),
     "12 bytes, remainders and states": ({"store_param_remainders": True, **STATES}, (4, 4, 4)),
 }
+FORMATS = ("8 bytes", "10 bytes, Kahan", "16 bytes, remainders")
 
 
 class Net(nn.Module):
@@ -268,28 +269,26 @@ def test_checkpoints_go_to_any_number_of_ranks_bit_for_bit(kind: str, tmp_path: 
     assert "embed.weight" in exported
 
 
-def test_checkpoints_go_from_each_format_to_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", by_day(("fp32", *FORMATS), "fp32", "16 bytes, remainders"))
+def test_checkpoints_go_from_each_format_to_each_other(source: str, tmp_path: Path) -> None:
     """What the narrower one cannot have is rounded to nearest, once; what both have stays."""
-    kinds = {"fp32": "", **{kind: kind for kind in ("8 bytes", "10 bytes, Kahan", "16 bytes, remainders")}}
+    kinds = {"fp32": "", **{kind: kind for kind in FORMATS}}
 
     def config(kind: str) -> dict[str, Any]:
         found = config_of(1, kind or "8 bytes")
         return found if kind else {**found, "bf16": {"enabled": True}}
 
-    saved = {
-        name: run_ranks(1, save_and_go_on, config(kind), str(tmp_path / name))[0]["states"] for name, kind in kinds.items()
-    }
+    there = run_ranks(1, save_and_go_on, config(kinds[source]), str(tmp_path))[0]["states"]
     narrow = ("8 bytes", "10 bytes, Kahan")
-    for source, there in saved.items():
-        for target in kinds:
-            found = run_ranks(2, load_and_go_on, config(kinds[target]), str(tmp_path / source))[0]["states"]
-            for name, value in there.items():
-                wanted = value
-                if (name.startswith("exp_avg") and target in narrow) or (name.startswith("master") and target == "8 bytes"):
-                    wanted = value.bfloat16().float()
-                elif name.startswith("master") and target == "10 bytes, Kahan":
-                    wanted = join(*MasterFormat.KAHAN.parts(value.reshape(-1))).view(value.shape)
-                assert torch.equal(found[name], wanted), (source, target, name)
+    for target in kinds:
+        found = run_ranks(2, load_and_go_on, config(kinds[target]), str(tmp_path))[0]["states"]
+        for name, value in there.items():
+            wanted = value
+            if (name.startswith("exp_avg") and target in narrow) or (name.startswith("master") and target == "8 bytes"):
+                wanted = value.bfloat16().float()
+            elif name.startswith("master") and target == "10 bytes, Kahan":
+                wanted = join(*MasterFormat.KAHAN.parts(value.reshape(-1))).view(value.shape)
+            assert torch.equal(found[name], wanted), (target, name)
 
 
 def save_in_pieces(config: dict[str, Any], folder: str, tensor_parallel: bool) -> tuple[dict[str, torch.Tensor], int, int]:
@@ -394,7 +393,7 @@ def edit(config: dict[str, Any]) -> None:
     engine.destroy()
 
 
-@pytest.mark.parametrize("kind", ["8 bytes", "10 bytes, Kahan", "16 bytes, remainders"])
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("stage", by_day((0, 1, 3), 3))
 def test_masters_by_name(kind: str, stage: int) -> None:
     run_ranks(2, edit, config_of(stage, kind))
@@ -411,7 +410,7 @@ def on_simulated_device(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["8 bytes", "16 bytes, remainders"])
+@pytest.mark.parametrize("kind", by_day(("8 bytes", "16 bytes, remainders"), "16 bytes, remainders"))
 @pytest.mark.parametrize(
     "row", by_day(("stage 0", "stage 1, offload", "stage 2, disk", "stage 3, offload all", "stage 3"), "stage 2, disk")
 )

@@ -286,7 +286,7 @@ PLANTED = [
     Planted(activations_changed, "layers", config(1, 2), "output of module", "3"),
     Planted(gradients_changed, "layers", config(1, 2), LOCAL, "1.|2."),
 ]
-BY_DAY = 3
+BY_DAY = 2
 
 
 def verify_with_bug(number: int) -> tuple[bool, str]:

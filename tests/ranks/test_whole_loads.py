@@ -66,7 +66,7 @@ def check(found: list[tuple[Any, Any, Weights, Weights, Weights]]) -> None:
         assert first == second and same(after, after_again)
 
 
-@pytest.mark.each_pair
+@pytest.mark.each_value
 @pytest.mark.parametrize("precision", by_day(PRECISIONS, "fp32", "bf16"))
 @pytest.mark.parametrize("place", by_day(PLACES, "stage 0", "stage 1", "stage 2", "stage 3", "stage 3, offload all"))
 def test_weights_that_were_best_are_trained_on(place: str, precision: str, tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ STEPS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", by_day(WORLDS, 8))
 @STEPS
 def test_a_step_sends_what_theory_says(world: int, stage: int, precision: str) -> None:
     """Each element once for a reduce-scatter, and for an all-gather: Rajbhandari et al. 2020, arXiv:1910.02054, 7."""

@@ -63,7 +63,7 @@ def start(folder: Path, what: str, *options: str) -> subprocess.Popen[str]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("workers", ("0", "2"))
-@pytest.mark.parametrize("what", CASES)
+@pytest.mark.parametrize("what", by_day(CASES, "nothing", "a process", "shared memory", "what another run takes away"))
 def test_what_is_left_fails_the_run(what: str, workers: str, tmp_path: Path) -> None:
     code, said = CASES[what]
     process = start(tmp_path, code, "-n", workers)

@@ -208,6 +208,7 @@ def test_where_the_cache_is(tmp_path: Path) -> None:
     assert build.cache_folder({"XDG_CACHE_HOME": "relative"}) == Path.home() / ".cache" / "zerorun"
 
 
+@pytest.mark.nightly  # by day: test_built_once_and_found_again
 @needs_compiler
 def test_compiler_without_openmp(cache: Path, tmp_path: Path) -> None:
     env = environment(cache, CXX=compiler_that(tmp_path / "mine", "*-fopenmp*", "unsupported option -fopenmp"))

@@ -577,8 +577,12 @@ esac
     [
         (GOOD_SMI, None),
         ("#!/bin/sh\necho 'NVIDIA-SMI has failed: no driver'; exit 9\n", "ended with status 9: NVIDIA-SMI has failed"),
-        ("#!/bin/sh\nexec sleep 60\n", "did not answer within"),
-        *by_day((("#!/bin/sh\necho garbage\n", "'garbage' is not understood"), ("not a program\x01", "nvidia-smi"))),
+        *by_day(
+            (
+                *(("#!/bin/sh\nexec sleep 60\n", "did not answer within"), ("not a program\x01", "nvidia-smi")),
+                ("#!/bin/sh\necho garbage\n", "'garbage' is not understood"),
+            )
+        ),
     ],
 )
 def test_nvidia_smi_good_and_broken(

@@ -432,6 +432,7 @@ def test_a_worker_in_reserve_becomes_as_one_that_is_started(tmp_path: Path) -> N
     assert "61.5" not in subprocess.run(["ps", "ax"], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.nightly  # by day: test_a_worker_in_reserve_becomes_as_one_that_is_started
 def test_who_is_needed_before_it_has_imported_leaves_an_heir(tmp_path: Path) -> None:
     """Processes of one origin have the same secret of hashes: attempt 1 has waited for that of attempts 1 to 3."""
     script = WARM + (
