@@ -23,7 +23,7 @@ def finish(cluster: Cluster, job: KilledJob, folder: Path) -> None:
 
 @pytest.mark.nightly  # by day: ranks/test_memory_copies.py, and unit/test_told_restarts.py for the launcher
 def test_a_worker_that_is_killed_costs_one_step(cluster: Cluster, tmp_path: Path) -> None:
-    """By day. What several hosts add to it is tried at night; tests/ranks has partners on other hosts."""
+    """On one host. Partners on other hosts are in tests/ranks."""
     job = KilledJob(cluster, tmp_path, hosts=1, slow=0.02)
     job.wait_for_step(4)
     (keeper,) = job.processes("keeper", cluster[0])

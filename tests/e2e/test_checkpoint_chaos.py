@@ -656,7 +656,7 @@ def test_nobody_waits_for_a_rank_without_memory(nursery: Nursery, tmp_path: Path
     assert "MemoryError" in first
 
 
-@pytest.mark.nightly  # by day: test_an_asynchronous_save…
+@pytest.mark.nightly  # by day: test_exit_waits_for_the_save
 @later_by_day
 def test_slow_disk(nursery: Nursery, tmp_path: Path, asynchronous: bool) -> None:
     """Rank 0 writes for twice as long as a collective of the training may take."""

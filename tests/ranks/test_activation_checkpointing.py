@@ -106,7 +106,7 @@ def test_dropout_and_accumulation(stage: int, units: str) -> None:
 
 @pytest.mark.nightly  # by day: test_dropout_and_accumulation; test_settings.py cuts in other places
 @few_by_day
-@pytest.mark.parametrize(("stage", "units"), product(range(4), ("layers", "sized")))
+@pytest.mark.parametrize(("stage", "units"), list(product(range(4), ("layers", "sized"))))
 def test_units_inside_the_blocks(stage: int, units: str, policies: str) -> None:
     """The same but for the order of sums: a recomputation visits them all, so their first gradients come late."""
     sections = sections_of(policies)

@@ -237,7 +237,8 @@ def masters_everywhere(kinds: list[str]) -> list[list[Result]]:
     ]
 
 
-@pytest.mark.parametrize("kinds", [["bf16"], pytest.param(["Kahan", "remainders"], marks=pytest.mark.nightly)])
+@pytest.mark.nightly  # by day: test_training_in_bf16.py, and test_muon.py on devices
+@pytest.mark.parametrize("kinds", [["bf16"], ["Kahan", "remainders"]])
 def test_masters_in_bf16_have_the_same_bits_wherever_they_are(kinds: list[str]) -> None:
     for *found, (wide,) in run_ranks(2, masters_everywhere, kinds):
         for places in found:

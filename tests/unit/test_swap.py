@@ -502,7 +502,7 @@ while os.getppid() == int(sys.argv[2]):
 """
 
 
-@pytest.mark.parametrize("how", by_day((signal.SIGKILL, signal.SIGINT, signal.SIGTERM), signal.SIGKILL, signal.SIGTERM))
+@pytest.mark.parametrize("how", by_day((signal.SIGKILL, signal.SIGINT, signal.SIGTERM), signal.SIGKILL))
 def test_nothing_is_left_after_a_kill(how: signal.Signals, tmp_path: Path) -> None:
     folder = tmp_path / "states"
     command = [sys.executable, "-c", WORK_FOR_EVER, str(folder), str(os.getpid())]

@@ -274,14 +274,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("capability", by_day((80, 90), 90))
 @pytest.mark.parametrize("coupled", by_day((False, True), True))
-@pytest.mark.parametrize("types", by_day([("*i16", "*i16"), ("*fp16", "*fp16"), ("*fp32", None)], ("*i16", "*i16")))
+@pytest.mark.parametrize(
+    ("gradient", "weight"), by_day((("*i16", "*i16"), ("*fp16", "*fp16"), ("*fp32", None)), ("*i16", "*i16"))
+)
 def test_machine_code_rounds_as_the_source_says(
-    capability: int, coupled: bool, types: tuple[str, str | None], cache: None, monkeypatch: pytest.MonkeyPatch
+    capability: int, coupled: bool, gradient: str, weight: str | None, cache: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nobody looks at what ptxas makes of so many kernels. It is run in the tests below.
     monkeypatch.setattr(nvidia.CUDABackend, "make_cubin", lambda *given: b"")
     for rule, states in STATES_OF:
-        ptx = compiled(rule, states, *types, capability, coupled=coupled).asm["ptx"]
+        ptx = compiled(rule, states, gradient, weight, capability, coupled=coupled).asm["ptx"]
         assert not re.findall(r"\bfma\.|approx|\.ftz|div\.full|(mul|add|sub)\.f(32|64)", ptx)
         assert ("sqrt.rn.f32" in ptx) == (rule in (native.ADAM, native.ADAGRAD, native.ADAM_SAGE))
         assert ("div.rn.f32" in ptx) == (rule in (native.ADAM, native.ADAGRAD))

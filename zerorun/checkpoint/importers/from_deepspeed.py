@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,7 +60,7 @@ def _member(kind: Any, name: Any) -> Any:
         return _STAGES[name]
     if kind is str and type(name) is str:  # a device, whose name is its value
         return name
-    raise pickle.UnpicklingError(f"it asks for {name!r:.80} of {kind!r:.80}")
+    raise ValueError(f"it asks for {name!r:.80} of {kind!r:.80}")
 
 
 _DEEPSPEED = "deepspeed.runtime."
