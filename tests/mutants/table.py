@@ -4653,6 +4653,22 @@ MUTANTS = (
         ("tests/ranks/test_checkpoint_folders.py", "-k", "nothing_is_recorded"),
     ),
     Mutant(
+        "members-by-name-of-old-pickles-alone",
+        "bound",
+        "zerorun/checkpoint/importers/from_dcp.py",
+        '        if name == "getattr" and module in ("builtins", "__builtin__"):',
+        '        if name == "getattr" and module == "__builtin__":',
+        ("tests/ranks/test_import.py", "-k", "test_dcp and app"),
+    ),
+    Mutant(
+        "stages-that-are-stored-by-name-are-all-one",
+        "stale",
+        "zerorun/checkpoint/importers/from_deepspeed.py",
+        "        return _STAGES[name]",
+        "        return 0",
+        ("tests/ranks/test_import.py", "-k", "deepspeed_facts and aligned"),
+    ),
+    Mutant(
         "a-model-under-another-name-is-not-asked-for",
         "swallowed",
         "zerorun/checkpoint/importers/from_dcp.py",

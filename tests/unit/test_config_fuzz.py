@@ -17,7 +17,7 @@ from zerorun.config.parse import Config, ModelFacts, load_config, resolve
 from zerorun.config.reader import is_comment
 from zerorun.errors import ConfigError
 
-MUTATIONS = (500, 10_000)  # by day, at night
+MUTATIONS = (2_000, 10_000)  # by day, at night
 
 _LARGE: dict[str, Any] = {
     "train_batch_size": 64,
