@@ -98,14 +98,14 @@ setup(
     setup_requires=["ninja"],  # for the native library
     install_requires=[
         "torch>=2.11,<2.14",
-        "numpy",
+        "numpy>=1.24",
         "pydantic>=2.7",
-        "psutil",
+        "psutil>=5.9",
         "py-cpuinfo",
         "ninja",
-        "safetensors",
+        "safetensors>=0.4",
         "tqdm",  # for the examples
-        "matplotlib",
+        "matplotlib>=3.8",
     ],
     extras_require={
         "test": [
