@@ -4666,7 +4666,7 @@ MUTANTS = (
         "zerorun/checkpoint/importers/from_deepspeed.py",
         "        return _STAGES[name]",
         "        return 0",
-        ("tests/ranks/test_import.py::test_deepspeed_values[3 fp32]",),
+        ("tests/ranks/test_import.py::test_deepspeed_facts[3 fp32]",),
     ),
     Mutant(
         "a-model-under-another-name-is-not-asked-for",
