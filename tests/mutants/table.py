@@ -4661,14 +4661,6 @@ MUTANTS = (
         ("tests/ranks/test_import.py", "-k", "test_dcp and app"),
     ),
     Mutant(
-        "stages-that-are-stored-by-name-are-all-one",
-        "stale",
-        "zerorun/checkpoint/importers/from_deepspeed.py",
-        "        return _STAGES[name]",
-        "        return 0",
-        ("tests/ranks/test_import.py::test_deepspeed_facts[3 fp32]",),
-    ),
-    Mutant(
         "a-model-under-another-name-is-not-asked-for",
         "swallowed",
         "zerorun/checkpoint/importers/from_dcp.py",

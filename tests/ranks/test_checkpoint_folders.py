@@ -242,3 +242,34 @@ def test_what_is_said_where_two_runs_save_into_one_directory(tmp_path: Path) -> 
     assert f"checkpoint {tmp_path}/global_step1 is saved" in said
     for *_, refused in (said, *others):
         assert "step() has not been called yet. Remedy: " in refused and "pass unfinished_step=True" in refused
+
+
+def save_on(folder: str, disks: list[int], steps: int) -> None:
+    engine = make()
+    train(engine, steps)
+    engine.save_checkpoint(Path(folder) / f"disk{disks[dist.get_rank()]}")
+    engine.destroy()
+
+
+def load_from(folder: str, disks: list[int]) -> tuple[str, int, list[str]]:
+    """(the tag and the steps of what a load without a tag gives, what is said)."""
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
+        engine = make()
+        path, _ = engine.load_checkpoint(Path(folder) / f"disk{disks[dist.get_rank()]}")
+        assert path is not None
+        found = path.name, engine.global_steps
+        engine.destroy()
+    return *found, said
+
+
+@pytest.mark.parametrize("disks", ([0, 3, 1, 2], [3, 1, 0, 2]))
+def test_a_disk_that_was_away_hides_no_newer_checkpoint(disks: list[int], tmp_path: Path) -> None:
+    """Wherever it is now: the first one counted, so that a run went back to what was there, or found its files missing."""
+    run_ranks(3, save_on, str(tmp_path), [0, 1, 2], 1)
+    run_ranks(3, save_on, str(tmp_path), [3, 1, 2], 2)
+    ranks = run_ranks(4, load_from, str(tmp_path), disks)
+    assert [found[:2] for found in ranks] == [("global_step2", 2)] * 4
+    (warning,) = (text for text in ranks[0][2] if "is tried first" in text)
+    assert "global_step1" in warning and warning.endswith("global_step2 is tried first.")

@@ -405,13 +405,19 @@ def read_pointer(directory: Path) -> str:
 
 
 def in_order_of_trust(directory: Path) -> list[str]:
-    """The tags to try: what ``latest`` names, then all others, newest first.
+    """The tags to try: see ``times_in_order_of_trust``."""
+    return list(times_in_order_of_trust(directory))
+
+
+def times_in_order_of_trust(directory: Path) -> dict[str, str]:
+    """The tags to try -> when they were saved, "" if nothing says so: what ``latest`` names, then the others, newest first.
 
     If the newest checkpoint that ``latest`` was to name was saved after ``latest`` was written, its save was killed at the
     last step. Then, and if what ``latest`` names is not there, all are tried newest first, and last those that it was not
     meant to name.
     """
     found, damaged = _by_time(directory)
+    times = {one.path.name: one.manifest.saved_at for one in found}
     names = [one.path.name for one in sorted(found, key=lambda one: (one.is_link, not one.manifest.becomes_latest))]
     first = read_pointer(directory)
     try:
@@ -432,9 +438,18 @@ def in_order_of_trust(directory: Path) -> list[str]:
             "%s names %r, and %s was saved after that by a save that was killed in its last step: it is tried first.",
             *(directory / LATEST, first[:80], names[0]),
         )
-    if interrupted or not there:
-        return names
-    return [first] + [name for name in names if name != first]
+    order = names if interrupted or not there else [first, *names]
+    return {name: times.get(name, "") for name in order}
+
+
+def merged(orders: Iterable[Mapping[str, str]]) -> list[str]:
+    """What several disks have, each in its order of trust: of those that are next on one of them, the newest comes first."""
+    left, names = [list(order.items()) for order in orders if order], list[str]()
+    while left:
+        best = max(left, key=lambda order: order[0][1])
+        names.append(best[0][0])
+        left = [rest for order in left if (rest := [one for one in order if one[0] != names[-1]])]
+    return names
 
 
 def missing_files(directory: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:

@@ -21,6 +21,7 @@ import torch
 from ..distributed.device import on_host
 from ..distributed.tensor_shard import TensorShard
 from ..errors import CheckpointError, DamagedError
+from ..log import is_rank_zero, logger
 from . import directory as folder
 from .cuts import span, take
 from .files import is_plain, read_regular
@@ -339,10 +340,18 @@ def _stored(reader: Reader, request: Read, low: int, high: int) -> Iterator[tupl
 
 
 def candidates(ranks: Ranks, directory: Path) -> list[str]:
-    """The tags that may be loaded, best first, as the first rank that has any sees them. Collective."""
+    """The tags that may be loaded, best first. Collective.
+
+    Disks of single hosts may have other ones: a host that was away while the others went on has none of theirs.
+    """
     places = ranks.volumes(directory)
-    found = folder.in_order_of_trust(directory) if places[ranks.rank] == ranks.rank else []
-    return next((names for names in ranks.gather(found) if names), [])
+    orders = ranks.gather(folder.times_in_order_of_trust(directory) if places[ranks.rank] == ranks.rank else {})
+    names = folder.merged(orders)
+    firsts = {rank: next(iter(order)) for rank, order in enumerate(orders) if order}
+    if len(set(firsts.values())) > 1 and is_rank_zero():
+        told = ", ".join(f"that of rank {rank} {name}" for rank, name in firsts.items())
+        logger.warning("%s: disks name other checkpoints as the last: %s. %s is tried first.", directory, told, names[0])
+    return names
 
 
 def steps_of(ranks: Ranks, directory: Path, tag: str) -> int:
