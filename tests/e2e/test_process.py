@@ -267,7 +267,7 @@ LATE = """
 import os, sys, time
 import zerorun
 from zerorun.distributed.waits import watch
-watch.tell_after(0.3)
+watch.tell_after(float(sys.argv[4]))
 if os.environ["RANK"] == sys.argv[1]:
     while not os.path.exists(sys.argv[2]):
         time.sleep(0.02)
@@ -278,8 +278,8 @@ zerorun.init_distributed("cpu", timeout_s=float(sys.argv[3]))
 @pytest.mark.parametrize("late", (0, 2))
 def test_ranks_that_have_not_come_are_named(tmp_path: Path, late: int) -> None:
     """In a line after half a minute, here at once, and in the error when the time is over."""
-    others, limit = [rank for rank in range(3) if rank != late], f"{2 * patience():.0f}"
-    with start_ranks(3, LATE, str(late), str(tmp_path / "never"), limit) as scripts:
+    others, after, limit = [rank for rank in range(3) if rank != late], 0.3 * patience(), f"{2 * patience():.0f}"
+    with start_ranks(3, LATE, str(late), str(tmp_path / "never"), limit, str(after)) as scripts:
         ended = [scripts[rank].finish(60 * patience()) for rank in others]
     for code, _, errors in ended:
         assert code == 1
@@ -298,7 +298,7 @@ def tell(*given):
     say(*given)
     open(os.path.join(folder, rank), "w").close()
 
-waits.watch.tell_after(0.3)
+waits.watch.tell_after(float(sys.argv[2]))
 waits._say = tell
 for start in range(2):
     while start and rank == "1" and not all(os.path.exists(os.path.join(folder, other)) for other in "02"):
@@ -309,7 +309,7 @@ for start in range(2):
 
 
 def test_a_rank_that_does_not_come_to_initialize_is_named(tmp_path: Path) -> None:
-    with start_ranks(3, LATE_IN_INITIALIZE, str(tmp_path)) as scripts:
+    with start_ranks(3, LATE_IN_INITIALIZE, str(tmp_path), str(0.3 * patience())) as scripts:
         ended = [script.finish(120 * patience()) for script in scripts]
     for rank, (code, said, errors) in enumerate(ended):
         assert (code, said) == (0, "made\nmade\n"), errors

@@ -48,6 +48,8 @@ def in_stages(stage: int, folder: Path) -> tuple[Weights, Weights | None, Weight
 def asked_of(engine: Any, folder: Path) -> tuple[Weights, Weights | None, Weights | None, bool, Weights]:
     all_weights = engine.state_dict()
     whole = engine.consolidated_state_dict()
+    # It is trained, though it is frozen for now, as adapters of peft are while another one is active.
+    next(param for param in engine.module.parameters() if param.requires_grad).requires_grad_(False)
     trained = engine.consolidated_state_dict(exclude_frozen_parameters=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "save", slowly)

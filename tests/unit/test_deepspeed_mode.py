@@ -691,6 +691,17 @@ def test_named_tuples_are_moved_and_copied_as_tuples() -> None:
     assert cloned[1][0].data_ptr() != value.logits[0].data_ptr()
 
 
+def test_copies_of_a_tied_weight_are_one() -> None:
+    """Trainers wrote it twice below stage 3; parts of one memory and values of their own stay apart."""
+    tied, both = torch.ones(2, 3), torch.arange(6.0)
+    cloned = clone_tensors_for_torch_save(
+        {"embed": tied, "head": tied.detach(), "low": both[:3], "whole": both, "t": tied.t()}
+    )
+    assert cloned["embed"] is cloned["head"] and cloned["embed"].data_ptr() != tied.data_ptr()
+    assert [cloned["low"].tolist(), cloned["whole"].tolist()] == [[0.0, 1.0, 2.0], both.tolist()]
+    assert cloned["low"].untyped_storage().nbytes() == 12 and cloned["t"].shape == (3, 2)
+
+
 IN_A_MODULE = """
 import copy, gc, pickle, weakref
 import torch, deepspeed

@@ -443,7 +443,7 @@ def times_in_order_of_trust(directory: Path) -> dict[str, str]:
 
 
 def merged(orders: Iterable[Mapping[str, str]]) -> list[str]:
-    """What several disks have, each in its order of trust: of those that are next on one of them, the newest comes first."""
+    """What several disks have, each in its order of trust. Of those that are next on a disk, the newest comes first."""
     left, names = [list(order.items()) for order in orders if order], list[str]()
     while left:
         best = max(left, key=lambda order: order[0][1])

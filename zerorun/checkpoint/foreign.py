@@ -116,11 +116,14 @@ def _scalar(dtype: Any, data: Any) -> Any:
     return numpy.frombuffer(data, dtype.real)[0]
 
 
+PATHS, PATHS_IN = (pathlib.PosixPath, pathlib.PurePosixPath), ("pathlib", "pathlib._local")  # the latter in Python 3.13
+
+
 def _harmless_classes() -> list[tuple[Any, str]]:
-    plain = (argparse.Namespace, types.SimpleNamespace, pathlib.PosixPath, pathlib.PurePosixPath)
+    plain = (argparse.Namespace, types.SimpleNamespace)
     dates = (datetime.datetime, datetime.date, datetime.timedelta, datetime.timezone)
     found: list[tuple[Any, str]] = [(kind, f"{kind.__module__}.{kind.__qualname__}") for kind in (*plain, *dates)]
-    found.append((pathlib.PosixPath, "pathlib._local.PosixPath"))  # where Python 3.13 has it
+    found += [(kind, f"{module}.{kind.__name__}") for kind in PATHS for module in PATHS_IN]
     found += [(NumpyDtype, "numpy.dtype"), (NumpyArray, "numpy.ndarray")]
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
         found += [(_reconstruct, f"{module}._reconstruct"), (_scalar, f"{module}.scalar")]

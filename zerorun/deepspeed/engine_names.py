@@ -18,6 +18,7 @@ from ..engine.engine import Engine
 from ..errors import CheckpointError, ConfigError, ConfigProblem
 from ..log import listed, logger
 from ..optim.loss_scaler import DTYPES
+from ..zero.sharded_model import is_trained
 from .mpu import group_along
 from .name_table import MISSING, missing_reason
 from .parameters import give_values, loading, tensors_by_name
@@ -144,7 +145,7 @@ def module_state_dict(
     """The model's own ``state_dict()``: at stage 3 of placeholders, where ``engine.state_dict()`` is whole."""
     state: dict[str, Any] = engine.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
     for name, param in engine.module.named_parameters(remove_duplicate=False):
-        if exclude_frozen_parameters and not param.requires_grad:
+        if exclude_frozen_parameters and not param.requires_grad and not is_trained(param):
             state.pop(prefix + name, None)
     return state
 

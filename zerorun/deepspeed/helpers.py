@@ -125,13 +125,25 @@ def move_to_device(item: Any, device: Any, criterion_func: Callable[[Any], bool]
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """Return ``item`` with copies of its tensors on ``device``, for torch.save, which writes all that views are of."""
+    """Return ``item`` with copies of its tensors on ``device``, for torch.save, which writes all that views are of.
+
+    What is one tensor under two names stays so, unlike in DeepSpeed: trainers would write tied weights twice.
+    """
+    return _clone(item, device, {})
+
+
+def _clone(item: Any, device: Any, copies: dict[Any, torch.Tensor]) -> Any:
+    """``copies``: what has been copied, by the memory that it is."""
     if isinstance(item, torch.Tensor):
-        return item.detach().to(device, copy=True)
+        has_memory = type(item) in (torch.Tensor, torch.nn.Parameter) and item.numel() > 0 and not item.is_meta
+        place = (item.data_ptr(), item.shape, item.stride(), item.dtype, item.device) if has_memory else id(item)
+        if place not in copies:
+            copies[place] = item.detach().to(device, copy=True)
+        return copies[place]
     if isinstance(item, dict):
-        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
+        return type(item)({key: _clone(value, device, copies) for key, value in item.items()})
     if isinstance(item, (list, tuple)):
-        cloned = [clone_tensors_for_torch_save(value, device) for value in item]
+        cloned = [_clone(value, device, copies) for value in item]
         return cloned if isinstance(item, list) else tuple(cloned)
     return item
 

@@ -28,7 +28,7 @@ from ..errors import CheckpointError, StepError
 from ..log import logger, warn_once
 from ..plan.replaced_forwards import uncompiled
 from ..watch.board import Phase, board, during
-from ..zero.sharded_model import without_edits
+from ..zero.sharded_model import is_trained, without_edits
 from ..zero.value_access import full_state_dict
 from ..zero.whole_weight_loads import load_full_state_dict
 from .accumulation import is_in_a_step
@@ -193,8 +193,8 @@ class Saving(Outcomes):
         """Return the full weights in CPU memory on rank 0, and None on other ranks, which keep nothing.
 
         All ranks must call it. The tensors have the dtype that the model computes in; with ``exact``, those that have fp32
-        masters have their values. ``exclude_frozen_parameters``: leave out parameters that require no gradient; buffers
-        stay. ``state_dict()`` returns the weights on every rank instead.
+        masters have their values. ``exclude_frozen_parameters``: leave out parameters that are not trained; buffers stay,
+        and so do parameters that are frozen for now. ``state_dict()`` returns the weights on every rank instead.
         """
         is_first = self.topology.rank == 0
         if self.topology.pipe > 1:
@@ -221,9 +221,12 @@ class Saving(Outcomes):
         return load_full_state_dict(self.sharded_model, state_dict, strict=strict)
 
     def _frozen_names(self) -> set[str]:
-        """The names of all parameters that require no gradient. A stage of a pipeline knows its own, so ranks tell them."""
+        """The names of all parameters that are not trained. A stage of a pipeline knows its own, so ranks tell them.
+
+        What is frozen for now alone, as adapters of peft are while another one is active, is trained.
+        """
         named = self.module.named_parameters(remove_duplicate=False)
-        own = [name for name, param in named if not param.requires_grad]
+        own = [name for name, param in named if not param.requires_grad and not is_trained(param)]
         return {name for names in self.sharded_model.comm.control.values(own) for name in names}
 
     def _zero3_consolidated_16bit_state_dict(

@@ -480,6 +480,12 @@ def home_of(param: torch.Tensor) -> tuple[ShardedModel, ParameterHome] | None:
     return None
 
 
+def is_trained(param: torch.Tensor) -> bool:
+    """True if an engine trains ``param``, which may be frozen for now."""
+    home = home_of(param)
+    return home is not None and home[1].flat_group.trainable
+
+
 def models_in(module: nn.Module) -> list[ShardedModel]:
     """The sharded models that have hooks in ``module``, or parameters of it, in the same order on all ranks."""
     runtimes = {id(runtime) for _, runtime in runtimes_in(module)}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import itertools
 import math
-import pathlib
 import pickle
 import re
 import types
@@ -31,6 +30,8 @@ from ...log import counted
 from ..files import is_plain, read_regular
 from ..foreign import (
     HARMLESS,
+    PATHS,
+    PATHS_IN,
     ForeignCheckpoint,
     ForeignTensor,
     first_line,
@@ -62,10 +63,9 @@ _RECORDS = {
         *(metadata.ChunkStorageMetadata, metadata.MetadataIndex, metadata.StorageMeta, filesystem._StorageInfo),
     )
 }
-_METADATA = {
-    (kind.__module__, kind.__qualname__): kind
-    for kind in (*_RECORDS, metadata._MEM_FORMAT_ENCODING, torch.Size, pathlib.PosixPath, pathlib.PurePosixPath)
-}
+_CLASSES: tuple[Any, ...] = (*_RECORDS, metadata._MEM_FORMAT_ENCODING, torch.Size)
+_METADATA = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
+_METADATA |= {(module, kind.__name__): kind for kind in PATHS for module in PATHS_IN}
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class _MetadataUnpickler(RuledUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _METADATA:
             return _METADATA[module, name]
-        if (module, name) in (("pathlib._local", "PosixPath"), ("torch.serialization", "_get_layout")):
-            return pathlib.PosixPath if name == "PosixPath" else torch.serialization._get_layout
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return torch.serialization._get_layout
         if name == "getattr" and module in ("builtins", "__builtin__"):
             return _memory_format
         value = getattr(torch, name, None) if module == "torch" else None
@@ -101,7 +101,7 @@ class _MetadataUnpickler(RuledUnpickler):
         if kind is _memory_format and len(args) == 2:
             return _memory_format(*args)
         values = args[0] if kind is torch.Size and len(args) == 1 else args
-        wanted = str if kind in (pathlib.PosixPath, pathlib.PurePosixPath, torch.serialization._get_layout) else int
+        wanted = str if kind in (*PATHS, torch.serialization._get_layout) else int
         if not isinstance(kind, (type, types.FunctionType)) or not all(type(value) is wanted for value in values):
             raise pickle.UnpicklingError(f"it calls {kind!r:.80} with {args!r:.80}")
         if kind in _RECORDS:
