@@ -172,6 +172,21 @@ def test_ranks_that_wait_for_messages_of_each_other() -> None:
     )
 
 
+def test_ranks_that_get_no_connection_to_each_other() -> None:
+    """The one that has all of its connections waits for them in initialize(), in no wrong order."""
+    meeting = {"phase": Phase.INITIALIZE, "step": 0, "batches": 0}
+    first = waits(0, "initialize(): whether all ranks agree", host="a", **meeting)
+    others = [waits(number, "the rendezvous of 3 ranks at a:1", host=f"b{number}", **meeting) for number in (1, 2)]
+    found = verdict(first, *others, world=3)
+    assert found is not None and (found.cause, found.guilty, found.certain) == ("link", (1, 2), True)
+    assert found.text.startswith(
+        "ranks 1-2 are still at 'the rendezvous of 3 ranks at a:1', for 40 s, and rank 0 through it"
+    )
+    assert "since the link between b1 and b2 lets nothing through" in found.text
+    found = verdict(first, others[0], waits(2, first.sight.label, host="b2", **meeting), world=3)
+    assert found is not None and "since the way between rank 1 on b1 and another rank lets nothing through" in found.text
+
+
 def test_time_in_which_nobody_looked_is_no_wait() -> None:
     assert verdict(waits(0, quiet_s=20), rank(1), world=2) is None
 

@@ -114,6 +114,7 @@ _SIZES_AT, _SIZE_WORDS = _WINDOWS_END, 5  # the key, the three numbers of the sp
 NUMBERS = 1024  # of collectives with one label; then they begin anew
 OF_SCRIPT = " of the script"  # how labels of collectives end that the script makes by itself
 OF_STAGES = "pipeline: "  # how labels of messages between pipeline stages begin
+RENDEZVOUS = "the rendezvous of"  # how the label begins of ranks that connect to each other
 
 
 def checksum_of(label: str) -> int:

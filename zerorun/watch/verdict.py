@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..log import counted, ranks_in_words
-from .board import NUMBERS, OF_SCRIPT, OF_STAGES, Phase, Sight
+from .board import NUMBERS, OF_SCRIPT, OF_STAGES, RENDEZVOUS, Phase, Sight
 from .collective_sizes import differing, remedy_of_early_end
 
 SUSPECT_AFTER_S = 30.0  # unless "hang_timeout_s" says otherwise
@@ -250,6 +250,8 @@ def _circle(circle: Sequence[Standing], standing: Mapping[int, Standing]) -> Han
         return None
     if all(one.sight.is_message and one.sight.label.startswith(OF_STAGES) for one in circle):
         return _messages(circle)
+    if any(one.sight.label.startswith(RENDEZVOUS) for one in circle):
+        return _unconnected(standing)
     places: dict[tuple[str, int, int], list[Standing]] = defaultdict(list)  # different calls may have one label
     for one in standing.values():
         if one.waits:
@@ -277,6 +279,20 @@ def _messages(circle: Sequence[Standing]) -> Hang:
         "Remedy: try it with zerorun-report and the same hosts; let all ranks make the same calls in the same order."
     )
     return Hang("messages", tuple(sorted(one.rank for one in circle)), text)
+
+
+def _unconnected(standing: Mapping[int, Standing]) -> Hang:
+    """Some ranks are through the rendezvous, for they have connections to all: others have not."""
+    waiting = [one for _, one in sorted(standing.items()) if one.waits]
+    there = [one for one in waiting if one.sight.label.startswith(RENDEZVOUS)]
+    through = [one.rank for one in waiting if one not in there]
+    way = _way_between(there) if len(there) > 1 else f"the way between {there[0].name} and another rank"
+    text = (
+        f"{ranks_in_words([one.rank for one in there])} {'is' if len(there) == 1 else 'are'} still at "
+        f"'{there[0].sight.label}', for {min(map(_waited, there)):.0f} s, and {ranks_in_words(through)} through it: "
+        f"connections are missing, since {way} lets nothing through. Remedy: try it with zerorun-report and the same hosts."
+    )
+    return Hang("link", tuple(one.rank for one in there), text)
 
 
 def _way_between(ranks: Sequence[Standing]) -> str:

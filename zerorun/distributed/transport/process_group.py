@@ -35,7 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from ...errors import TopologyError
 from ...log import logger, warn_once
-from ...watch.board import Phase, board, is_read, show_board, watch_other_hosts
+from ...watch.board import RENDEZVOUS, Phase, board, is_read, show_board, watch_other_hosts
 from ...watch.launch_environment import is_on_one_host as ranks_on_one_host
 from ...watch.launch_environment import launched
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
@@ -105,7 +105,7 @@ def init_distributed(
     if _is_one_host(address) and sys.platform == "linux":
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
-    roll, words = RollCall("rendezvous", world_size), f"the rendezvous of {world_size} ranks at {address or 'this process'}"
+    roll, words = RollCall("rendezvous", world_size), f"{RENDEZVOUS} {world_size} ranks at {address or 'this process'}"
     with waiting(words, roll.missing), _naming(roll.missing, words, limit):
         meeting = _meet(rank, address, limit)
         room = _room(meeting, rank, limit)
@@ -128,7 +128,7 @@ def meet_at(url: str, rank: int, world_size: int, *, dist_backend: str | None, t
     global _owns_process_group
     device, limit = default_device(), timeout or _LIMIT
     select(device)
-    with waiting(f"the rendezvous of ranks at {url}"):
+    with waiting(f"{RENDEZVOUS} ranks at {url}"):
         store, given_rank, given_size = next(rendezvous(url, rank, world_size, timeout=limit))
         store.set_timeout(limit)
         store = dist.PrefixStore("zerorun", store)
