@@ -5056,8 +5056,8 @@ MUTANTS = (
         "copies-for-a-file-are-trained",
         "stale",
         "zerorun/deepspeed/helpers.py",
-        "        return item.detach().to(device, copy=True)",
-        "        return item.to(device, copy=True)",
+        "            copies[place] = item.detach().to(device, copy=True)",
+        "            copies[place] = item.to(device, copy=True)",
         ("tests/unit/test_deepspeed_mode.py", "-k", "named_tuples"),
     ),
     Mutant(
