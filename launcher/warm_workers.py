@@ -292,6 +292,8 @@ def run_as_main(argv: Sequence[str]) -> None:
     It is the main module, also for those who look at it later.
     """
     sys.orig_argv[1:] = ["-u", *argv]
+    if sys.version_info < (3, 11):  # PYTHONSAFEPATH, under which this process was started, has no effect there
+        del sys.path[0]
     safe = sys.version_info >= (3, 11) and bool(os.environ.get("PYTHONSAFEPATH"))
     path = os.path.join(os.getcwd(), argv[0])  # Python does no more to it
     module = types.ModuleType("__main__")

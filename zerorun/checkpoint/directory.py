@@ -56,7 +56,7 @@ DOOMED = ".deleting."
 # Seconds after which an interrupted save of another tag is deleted. Until then, another process may be writing it.
 _STALE_S = 900
 OLD = ".old"
-_TRIES = 5  # of a change that saves of other tags may disturb
+_TRIES = 50  # of a change that saves of other tags may disturb: each try that fails is one of theirs that did not
 _EPOCH, _MICROSECOND = datetime(1970, 1, 1, tzinfo=timezone.utc), timedelta(microseconds=1)
 _POINTER_BYTES = 4096  # the most in ``latest``, which holds one name
 _ALWAYS_THERE = (MANIFEST, STATE_FILE)  # in every checkpoint, unless one of them was lost
