@@ -285,7 +285,7 @@ def _unconnected(standing: Mapping[int, Standing]) -> Hang:
     """Some ranks are through the rendezvous, for they have connections to all: others have not."""
     waiting = [one for _, one in sorted(standing.items()) if one.waits]
     there = [one for one in waiting if one.sight.label.startswith(RENDEZVOUS)]
-    through = [one.rank for one in waiting if one not in there]
+    through = [one.rank for one in waiting if not one.sight.label.startswith(RENDEZVOUS)]
     way = _way_between(there) if len(there) > 1 else f"the way between {there[0].name} and another rank"
     text = (
         f"{ranks_in_words([one.rank for one in there])} {'is' if len(there) == 1 else 'are'} still at "
