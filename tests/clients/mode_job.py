@@ -34,7 +34,7 @@ from client_models import Sentences, llama
 from safetensors.torch import save
 from torch.utils.data import DataLoader
 from trainer_job import train
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, TrainingArguments
 
 lightning_job = import_module("lightning_job") if find_spec("lightning") is not None else None
 
@@ -185,6 +185,36 @@ def logged(folder: str) -> list[list[str]]:
     return [sorted(entry) for entry in trainer.state.log_history if "loss" in entry]
 
 
+def classifier() -> list[float]:
+    """Losses of a model whose constructor makes another one while stage 3 is alive, and of the same weights in torch alone.
+
+    The outer constructor writes to all layers that are not marked as done, which the inner one's were on rank 0 alone.
+    """
+    begin_anew()
+    args = TrainingArguments("nowhere", report_to=[], use_cpu=True, deepspeed=configuration(3))
+    sizes = llama().config.to_dict() | {"num_labels": 1}
+    model = LlamaForSequenceClassification(LlamaConfig(**sizes))
+    del args  # with it, the configuration is gone: the model below is a plain one
+    gc.collect()
+    engine, *_ = deepspeed.initialize(model=model, config=configuration(3))
+    plain = LlamaForSequenceClassification(LlamaConfig(**sizes))
+    plain.load_state_dict(engine.state_dict())
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    batch = {"input_ids": torch.arange(1, 25).view(2, 12), "labels": torch.tensor([0.5, -0.5])}
+    losses = []
+    for _ in range(2):
+        both = engine(**batch).loss, plain(**batch).loss
+        engine.backward(both[0])
+        engine.step()
+        both[1].backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [float(loss.detach()) for loss in both]
+    engine.destroy()
+    return losses
+
+
 def main() -> None:
     deepspeed.init_distributed("gloo")
     found: dict[str, Any] = {"ranks": ranks(), "two": two_configurations(), "kept": optimizer_kept()}
@@ -192,6 +222,7 @@ def main() -> None:
     found |= {"ignored": ignored(), "kernels": kernels(), "accelerated": accelerated()}
     with tempfile.TemporaryDirectory() as folder:
         found["logged"] = logged(folder)
+    found["classifier"] = classifier()
     found["trainer"] = {}
     for cell, stage in (("by day", None), ("by day", 3), ("sequences by day", 1)):
         found["trainer"] |= run_cell(cell, stage, train)

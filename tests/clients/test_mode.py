@@ -64,6 +64,12 @@ def test_callback_of_trainer(found: dict[str, Any]) -> None:
     assert len(found["logged"]) == 2 and all("skipped_steps" in entry for entry in found["logged"])
 
 
+def test_a_model_that_makes_another_one_equals_plain_pytorch(found: dict[str, Any]) -> None:
+    """At stage 3 its constructor failed on all ranks but the first."""
+    divided, plain = found["classifier"][::2], found["classifier"][1::2]
+    assert divided == pytest.approx(plain, abs=1e-6) and divided[0] > 1.01 * divided[1]
+
+
 def test_trainer_at_stage_3_equals_ddp(found: dict[str, Any]) -> None:
     """With accumulation, and resumed. All cells and stages are test_clients.py's, by night."""
     compare(found["trainer"], "by day", 3)

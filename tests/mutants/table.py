@@ -5716,4 +5716,12 @@ MUTANTS = (
         "        pass",
         ("tests/e2e/test_process.py", "-k", "script_forks"),
     ),
+    Mutant(
+        "layers-are-marked-on-one-rank",
+        "rank",
+        "zerorun/deepspeed/transformers_models.py",
+        "            setattr(layer, _DONE, True)",
+        "            pass",
+        ("tests/clients/test_mode.py", "-k", "makes_another"),
+    ),
 )

@@ -110,10 +110,10 @@ class _SurfaceLoader(Loader):
             from .engine_names import name_engines
             from .optimizer_names import name_optimizers
             from .parameters import install
-            from .quantised_loads import divide_quantised_loads
+            from .transformers_models import make_models_of_transformers
 
             install()
-            divide_quantised_loads()
+            make_models_of_transformers()
             name_optimizers()
             name_engines()
 
