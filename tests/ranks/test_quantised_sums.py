@@ -310,7 +310,7 @@ def test_a_checkpoint_continues_with_the_same_rounding(tmp_path: Any) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("reset", [1024, 3, 2])
+@pytest.mark.parametrize("reset", by_day([1024, 3, 2], 3, 2))
 @pytest.mark.parametrize(("stage", "ranks_per_host"), [(3, 2), (2, 1)])
 def test_what_was_left_out_is_saved(stage: int, ranks_per_host: int, reset: int, tmp_path: Any) -> None:
     """Within an epoch, and where one ends after the save or with it. The files are as the manifest says."""

@@ -7,10 +7,12 @@ import json
 import os
 import sys
 import time
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import cpuinfo
 import pytest
 from covering import by_day
 from harness import patience
@@ -526,6 +528,14 @@ def test_a_carrier_that_is_not_there() -> None:
 
 
 # -- reading a machine -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _processor_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpuinfo, "get_cpu_info", _processor)
+
+
+_processor = cache(cpuinfo.get_cpu_info)  # which starts a process of a second
 
 
 def test_this_machine_can_be_described() -> None:
