@@ -1,6 +1,6 @@
-"""Models that transformers makes while a configuration with stage 3 is alive, where it counts on more than DeepSpeed's names.
+"""Models that transformers makes while a configuration with stage 3 is alive: where it counts on how DeepSpeed works.
 
-``from_pretrained`` enters no ``zero.Init`` for a model that is to be quantised, so that each rank would have all of its weights
+``from_pretrained`` enters no ``zero.Init`` for a model that is to be quantised, so that each rank would have all weights
 until ``initialize``. It quantises and registers one weight after the other: there they are divided.
 
 A model made in the constructor of another, as that of ``LlamaForSequenceClassification(config)``, is divided alone, and
@@ -36,9 +36,10 @@ def _on_registration(module: nn.Module, name: str, param: nn.Parameter | None) -
         return
     if Init.open:
         _mark_on_all_ranks(integration)
-    elif getattr(param, _DONE, False) and is_quantised(param) and integration.is_deepspeed_zero3_enabled():
-        if partitioned_as(param) is None:
-            partition_now(module, param)
+        return
+    whole = getattr(param, _DONE, False) and is_quantised(param) and partitioned_as(param) is None
+    if whole and integration.is_deepspeed_zero3_enabled():
+        partition_now(module, param)
 
 
 def _mark_on_all_ranks(integration: ModuleType) -> None:
