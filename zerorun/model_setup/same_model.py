@@ -65,7 +65,8 @@ def compare_ranks(found: list[Fingerprint], model: nn.Module, config: Config, ra
     """
     for rank, theirs in enumerate(found):
         if theirs.config != found[0].config:
-            _explain_difference(config.describe().splitlines()[1:], rank, 0, "configuration")
+            values = config.describe().partition("\nnotes:\n")[0]  # notes follow from the values
+            _explain_difference(values.splitlines()[1:], rank, 0, "configuration")
         if theirs.degrees and found[0].degrees and theirs.degrees != found[0].degrees:
             raise TopologyError(
                 f"initialize() got another topology on rank {rank} than on rank 0: {theirs.degrees}, instead of "
