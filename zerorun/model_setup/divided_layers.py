@@ -26,7 +26,7 @@ from ..tensor_parallel.collectives import Region, forward_outside, make_region
 from ..tensor_parallel.layers import Parallel
 from ..tensor_parallel.parallelized import Parallelized, carry_out, plan_of
 from ..tensor_parallel.planning import make_plan, matches, matches_names
-from ..tensor_parallel.sequence import blocks_of, has_blocks
+from ..tensor_parallel.sequence import has_blocks
 from ..tensor_parallel.styles import HOOKED, ParallelPlan
 from .parallelized_model import ParallelizedModel
 
@@ -37,10 +37,8 @@ def plan_whole_layers(model: nn.Module, section: TensorParallel, size: int, spar
     Raises ModelError.
     """
     if not isinstance(model, Pipelined):
-        made = plan_of(model, section.plan or None, size, spared, vocab_parallel_loss=section.vocab_parallel_loss)
-        if section.sequence_parallel:
-            blocks_of(model, made)
-        return made
+        how = {"sequence_parallel": section.sequence_parallel, "vocab_parallel_loss": section.vocab_parallel_loss}
+        return plan_of(model, section.plan or None, size, spared, **how)
     if isinstance(model, PipelineModule):
         _refuse_whole_model_keys(section)
     if not section.plan:

@@ -140,7 +140,7 @@ KINDS: dict[str, ModelKind] = {
     "olmo": replace(_PLAIN, gains=0, final_gains=0),
     "olmo2": _OLMO2,
     "olmo3": _OLMO2,
-    "opt": replace(_GPT2, positions=2),
+    "opt": replace(_GPT2, positions=2, cannot="rows"),  # it folds rows of a batch into one
     "persimmon": ModelKind(matrices=2, gains=4, final_gains=2, biased=f"{_ATTENTION} mlp", normed="head"),
     "phi": ModelKind(matrices=2, final_gains=2, biased=f"{_ATTENTION} mlp"),
     "phi3": ModelKind(),

@@ -35,6 +35,7 @@ from .layer_pairs import norms_of_heads
 from .layers import computes_by_itself, is_transposed
 from .planning import linear_sizes, make_plan
 from .proof import NOT_ALONE, Call, bytes_of_trial, capture, difference
+from .sequence import blocks_of
 from .styles import COLUMN, ParallelPlan, Style
 
 _REMEDY = 'Remedy: pass a plan (name pattern -> style), for example {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
@@ -56,11 +57,12 @@ class _Trial:
     width: int  # of the hidden states
     call: Call | None
 
-    def difference(self, plan: ParallelPlan) -> str | None:
+    def difference(self, plan: ParallelPlan, *, along_sequence: bool = False) -> str | None:
         """Return how the block differs if it is divided by ``plan``, which is that of the model; None if it does not."""
         if self.call is None:
             return None
-        return difference(self.model.get_submodule(self.name), plan.within(self.name), self.call, self.width)
+        block, own = self.model.get_submodule(self.name), plan.within(self.name)
+        return difference(block, own, self.call, self.width, along_sequence=along_sequence)
 
 
 class Trials:
@@ -78,7 +80,7 @@ class Trials:
         return self._on(self._model_of(name), name, layer)
 
     def fitting(
-        self, trial: _Trial, plan: ParallelPlan, given: Mapping[str, Style], spared: Collection[str] = ()
+        self, trial: _Trial, plan: ParallelPlan, given: Mapping[str, Style] | None, spared: Collection[str] = ()
     ) -> tuple[_Trial, ParallelPlan]:
         """Return ``trial`` and the plan for its model, where ``plan``, made of ``given``, is that of the whole model."""
         if trial.model is self.model:
@@ -213,6 +215,36 @@ def prove_given(trials: Trials, plan: ParallelPlan, given: Mapping[str, Style], 
                     "out layers between which something looks at all columns; of a layer that holds query, key and value "
                     'use "fused_colwise" for three blocks, "colwise" for those of each head in turn.'
                 )
+
+
+def prove_along_sequence(
+    trials: Trials, plan: ParallelPlan, given: Mapping[str, Style] | None, spared: Collection[str] = ()
+) -> None:
+    """Try out all kinds of blocks with hidden states that are divided along the sequence, too.
+
+    What a block does to them by functions alone, as a shift of tokens or a mean over them, no name of a class tells.
+    ``given``: what ``plan`` is made of; None for the model's own. Raises ModelError if a block computes something else, or
+    as ``blocks_of``.
+    """
+    model, name = trials.model, blocks_of(trials.model, plan)
+    blocks = dict(model.get_submodule(name).named_children())
+    planned = {entry.name for entry in plan.entries}
+    proven: set[object] = set()
+    for (own, block), kind in zip(blocks.items(), kinds_of(list(blocks.values())), strict=True):
+        key = kind, tuple(replace(entry, pattern="") for entry in plan.within(f"{name}.{own}").entries)
+        if key in proven:
+            continue
+        proven.add(key)
+        layers = (layer.name for layer in _linears(block) if f"{name}.{own}.{layer.name}" in planned)
+        trial, made = trials.fitting(trials.begin(f"{name}.{own}", next(layers, "")), plan, given, spared)
+        found = trial.difference(made, along_sequence=True)
+        if found is not None and not found.startswith(NOT_ALONE):
+            raise ModelError(
+                f"{type(block).__name__} ({name}.{own}) with a part of the sequence on each of {plan.size} tensor ranks "
+                f"{found}: between its divided layers something looks at other tokens, or takes the length of the sequence "
+                "from a part of it. Remedy: put such code into a module in the block that has nothing but divided layers, "
+                "such as an attention, which gets the whole sequence; or sequence_parallel=False."
+            )
 
 
 def _containers(model: nn.Module) -> list[str]:

@@ -19,9 +19,9 @@ from .collectives import Region, make_region
 from .convert import convert
 from .describe import describe
 from .heads import FUSED_NAMES, KEY_VALUE_NAMES, QUERY_NAMES
-from .infer import Trials, infer_with, prove_given
+from .infer import Trials, infer_with, prove_along_sequence, prove_given
 from .planning import make_plan, own_plan
-from .sequence import SequenceParallel, blocks_of
+from .sequence import SequenceParallel
 from .styles import COLUMN, ParallelPlan, Style
 
 _OF_ATTENTIONS = "each tensor rank computes some of the heads"
@@ -71,9 +71,8 @@ def parallelize(
             return Parallelized(model, ParallelPlan(1, ()), None, "one tensor rank: nothing is divided")
         region = make_region(topology, next((param.device for param in model.parameters()), torch.device("cpu")))
     refuse_partitioned(model.parameters(), "a model that parallelize() divides")
-    made = plan_of(model, plan, region.axis.size, vocab_parallel_loss=vocab_parallel_loss)
-    if sequence_parallel:
-        blocks_of(model, made)
+    size = region.axis.size
+    made = plan_of(model, plan, size, sequence_parallel=sequence_parallel, vocab_parallel_loss=vocab_parallel_loss)
     with_loss = model if vocab_parallel_loss else None
     return carry_out(model, made, region, sequence_parallel=sequence_parallel, vocab_parallel_loss_of=with_loss)
 
@@ -84,19 +83,21 @@ def plan_of(
     size: int,
     spared: Collection[str] = (),
     *,
+    sequence_parallel: bool = False,
     vocab_parallel_loss: bool = False,
 ) -> ParallelPlan:
     """Return the plan that ``parallelize`` carries out, proven unless it is the model's own. Raises ModelError.
 
-    ``spared``: modules that stay as they are, whatever the plan says.
+    ``spared``: modules that stay as they are, whatever the plan says. ``sequence_parallel``: that is proven, too,
+    of every model.
     """
     trials = Trials(model, size)
-    if plan is None and not own_plan(model):
-        made = make_plan(model, infer_with(trials), size, spared)
-    else:
-        made = make_plan(model, plan, size, spared)
-        if plan is not None:
-            prove_given(trials, made, plan, spared)
+    given = infer_with(trials) if plan is None and not own_plan(model) else plan
+    made = make_plan(model, given, size, spared)
+    if plan is not None:
+        prove_given(trials, made, plan, spared)
+    if sequence_parallel:
+        prove_along_sequence(trials, made, given, spared)
     made = replace(made, tried_bytes=trials.bytes)
     return with_divided_head(model, made) if vocab_parallel_loss else made
 

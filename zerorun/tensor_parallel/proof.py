@@ -22,6 +22,7 @@ from .axis import Axis
 from .collectives import Region
 from .convert import convert
 from .layers import whole_of
+from .sequence import SequenceParallel
 from .styles import ParallelPlan
 from .thread_ranks import Outcome, ThreadAxis, first_difference, in_short, on_threads
 
@@ -92,10 +93,11 @@ def _takes_floats(call: Call) -> bool:
     return not found or found[0].is_floating_point()
 
 
-def difference(block: nn.Module, plan: ParallelPlan, call: Call, width: int) -> str | None:
+def difference(block: nn.Module, plan: ParallelPlan, call: Call, width: int, *, along_sequence: bool = False) -> str | None:
     """Return how ``block`` divided by ``plan`` differs from the whole, or None.
 
     ``call``: the block's arguments, in which hidden states [BATCH, TOKENS, width] are replaced by random ones.
+    ``along_sequence``: between the layers that it divides, each rank has some of the tokens.
     """
     pattern = _randomized(block)
     args, kwargs = _randomized_call(call, width)
@@ -104,19 +106,23 @@ def difference(block: nn.Module, plan: ParallelPlan, call: Call, width: int) -> 
             expected = _run(_copy(pattern), args, kwargs)
         except Exception as error:
             return f"{NOT_ALONE} {BATCH} x {TOKENS} tokens ({in_short(error)})"
-        found = _divided(pattern, plan, args, kwargs, expected)
+        found = _divided(pattern, plan, args, kwargs, expected, along_sequence)
         if found is None and (trained := _trained(pattern, args, kwargs, expected)) is not None:
-            found = _divided(pattern.train(), plan, args, kwargs, trained)
+            found = _divided(pattern.train(), plan, args, kwargs, trained, along_sequence)
             found = None if found is None else f"{found}, in training"
     return found
 
 
-def _divided(pattern: nn.Module, plan: ParallelPlan, args: Any, kwargs: Any, expected: Outcome) -> str | None:
+def _divided(
+    pattern: nn.Module, plan: ParallelPlan, args: Any, kwargs: Any, expected: Outcome, along_sequence: bool
+) -> str | None:
     """Return how a copy of ``pattern`` that is divided differs from what is ``expected``, or None."""
 
     def work(axis: ThreadAxis) -> Outcome:
-        mine = _copy(pattern)
-        convert(mine, plan, Region(axis))
+        mine, region = _copy(pattern), Region(axis)
+        convert(mine, plan, region)
+        if along_sequence:
+            SequenceParallel(nn.ModuleDict({"of": nn.ModuleList([mine])}), plan.beneath("of.0"), region, "of")
         return _whole(mine, _run(mine, args, kwargs), axis)
 
     try:

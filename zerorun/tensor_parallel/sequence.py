@@ -34,14 +34,15 @@ _POSITION_WISE = ("layernorm", "rmsnorm")  # in the lower-case names of classes
 class SequenceParallel:
     """The hooks of one model, whose blocks are converted already."""
 
-    def __init__(self, model: nn.Module, plan: ParallelPlan, region: Region) -> None:
+    def __init__(self, model: nn.Module, plan: ParallelPlan, region: Region, name: str | None = None) -> None:
+        """``name``: of the ModuleList with the blocks, see ``blocks_of``."""
         self.region = region
         self.length = 0  # of the sequence whose blocks run
         self.lengths: dict[int, int] = {}  # length of this rank's part -> of the sequence, of all so far
         self.parts_tell = True  # the length of a part is that of no other sequence's, on any rank
         self.handles: list[RemovableHandle] = []
         self.partial: list[tuple[nn.Module, Any]] = []  # modules and the partial_gradients that they had
-        name = blocks_of(model, plan)
+        name = blocks_of(model, plan) if name is None else name
         blocks = [b for b in model.get_submodule(name).children() if not getattr(b, "is_elsewhere", False)]
         for block in blocks:
             self._mark_partial(block)

@@ -101,6 +101,13 @@ class ParallelPlan:
             self.size, entries, tuple(attribute for attribute in self.attributes if attribute.owner in known)
         )
 
+    def beneath(self, prefix: str) -> ParallelPlan:
+        """Return the same plan for a model that has this one as its module ``prefix``."""
+        entries = tuple(replace(entry, name=f"{prefix}.{entry.name}") for entry in self.entries)
+        owners = (f"{prefix}.{attribute.owner}".removesuffix(".") for attribute in self.attributes)
+        attributes = tuple(replace(a, owner=owner) for a, owner in zip(self.attributes, owners, strict=True))
+        return ParallelPlan(self.size, entries, attributes)
+
     def within(self, prefix: str) -> ParallelPlan:
         """Return the part of the plan for the module ``prefix``, with names relative to it; all for ""."""
         start = f"{prefix}." if prefix else ""
