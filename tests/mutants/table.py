@@ -5724,4 +5724,28 @@ MUTANTS = (
         "            pass",
         ("tests/clients/test_mode.py", "-k", "makes_another"),
     ),
+    Mutant(
+        "divided-sequences-are-not-tried-out",
+        "swallowed",
+        "zerorun/tensor_parallel/infer.py",
+        "        found = trial.difference(made, along_sequence=True)",
+        "        found = None",
+        ("tests/unit/test_tensor_parallel_plans.py", "-k", "along_a_divided"),
+    ),
+    Mutant(
+        "a-load-counts-other-micro-batches",
+        "stale",
+        "zerorun/engine/step_outcomes.py",
+        '        self.accumulation.go_on_from(found["micro_steps"], begun_at=found["micro_steps"])',
+        '        self.accumulation.go_on_from(self.global_steps * 2, begun_at=found["micro_steps"])',
+        ("tests/ranks/test_quantised_sums.py", "-k", "micro_batches_that"),
+    ),
+    Mutant(
+        "notes-are-told-as-what-differs",
+        "remedy",
+        "zerorun/model_setup/same_model.py",
+        '            values = config.describe().partition("\\nnotes:\\n")[0]  # notes follow from the values',
+        "            values = config.describe()",
+        ("tests/ranks/test_bad_input.py", "-k", "different_configs"),
+    ),
 )

@@ -16,6 +16,7 @@ from simulation import simulated_device
 from torch import nn
 from training import counted_collectives, make_config, make_engine, run_steps, train
 
+import zerorun
 from zerorun import zero
 from zerorun.checkpoint import load
 from zerorun.checkpoint.cli.verify import check
@@ -307,6 +308,32 @@ def interrupted(config: dict[str, Any], folder: str, ranks_per_host: int | None,
 
 def test_a_checkpoint_continues_with_the_same_rounding(tmp_path: Any) -> None:
     assert all(run_ranks(2, interrupted, quantised(), str(tmp_path), None))
+
+
+def interrupted_with_other_batches(folder: str) -> tuple[bool, int]:
+    """The same where steps have had other numbers of micro-batches than the configuration says, and how many there were."""
+    case, config = CASES["plain"], quantised(3, 2)
+
+    def larger() -> zerorun.Engine:
+        engine = make_engine(case, config)
+        engine.set_train_batch_size(engine.train_batch_size() // 2 * 3)
+        return engine
+
+    engine = larger()
+    run_steps(engine, case, 1)
+    engine.save_checkpoint(folder)
+    expected = run_steps(engine, case, 2).losses
+    engine.destroy()
+    engine = larger()
+    engine.load_checkpoint(folder)
+    counted, found = engine.micro_steps, run_steps(engine, case, 2).losses
+    engine.destroy()
+    return found == expected, counted
+
+
+def test_a_checkpoint_counts_the_micro_batches_that_there_were(tmp_path: Any) -> None:
+    """They decide how is rounded. A load made of 3 of them the 2 of the configuration."""
+    assert run_ranks(2, interrupted_with_other_batches, str(tmp_path)) == [(True, 3)] * 2
 
 
 @pytest.mark.each_value

@@ -322,9 +322,9 @@ class Accumulation:
         """Attribute losses from now on to micro-batch ``number`` of the step, counted from 0."""
         self.backwards = number
 
-    def go_on_from(self, micro_steps: int) -> None:
-        """Continue counting from ``micro_steps`` of an earlier run."""
-        self.micro_steps, self.begun_at = micro_steps, micro_steps - micro_steps % self.batch.accumulation
+    def go_on_from(self, micro_steps: int, begun_at: int) -> None:
+        """Continue counting from ``micro_steps`` of an earlier run, in a step that began after ``begun_at`` of them."""
+        self.micro_steps, self.begun_at = micro_steps, begun_at
 
     def resize(self, batch: Batch) -> None:
         """Let later steps have these sizes. No backward may have come since the last update."""

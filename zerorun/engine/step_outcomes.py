@@ -169,7 +169,8 @@ class Counters(Batches):
 
     @micro_steps.setter
     def micro_steps(self, count: int) -> None:
-        self.accumulation.go_on_from(count)
+        each = self.gradient_accumulation_steps()
+        self.accumulation.go_on_from(count, begun_at=count - count % each)
 
     def get_global_grad_norm(self) -> float | None:
         """The 2-norm of the averaged, unclipped gradient of the last step that was applied; the same on all ranks.
@@ -187,12 +188,11 @@ class Counters(Batches):
         return {name: getattr(self, name) for name in COUNTERS} | {"micro_steps": self.accumulation.begun_at}
 
     def set_counters(self, counters: dict[str, int]) -> None:
-        """Continue from ``counters``. Recompute the micro-batch count if it is no multiple of the accumulation steps."""
+        """Continue from ``counters``, where a step begins: earlier ones may have had other numbers of micro-batches."""
         found = self.counters() | counters
         samples = counters.get("global_samples", found["global_steps"] * self.train_batch_size())
         self.progress.go_on_from(found["global_steps"], found["skipped_steps"], samples)
-        each, micro_steps = self.gradient_accumulation_steps(), found["micro_steps"]
-        self.accumulation.go_on_from(self.global_steps * each if micro_steps % each else micro_steps)
+        self.accumulation.go_on_from(found["micro_steps"], begun_at=found["micro_steps"])
 
 
 # -- what makes a step wrong before it is one: all ranks must know, so that none takes it alone ---------------------
