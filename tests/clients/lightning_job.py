@@ -124,6 +124,23 @@ class ClippingByValue(Clipping):
     algorithm = "value"
 
 
+class ClippingByHand(Model):
+    """Steps and clips in its training_step."""
+
+    def __init__(self, cell: str) -> None:
+        super().__init__(cell)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, number: int) -> Any:
+        self.manual_backward(self(batch))
+        self.clip_gradients(self.optimizers(), 0.2, "norm")
+
+
+class WithoutOptimizer(Model):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
 class SavesAfterEachBatch(Callback):
     """As ModelCheckpoint does by time, or after a resume: also where the engine has not stepped yet."""
 
@@ -179,6 +196,8 @@ def refused(stage: int) -> dict[str, Any]:
     switches = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}, "gradient_clipping": "auto"}
     return {
         "by value": fit({}, gradient_clip_val=0.1, gradient_clip_algorithm="value"),
+        "by hand": fit({}, ClippingByHand("plain")),
+        "no optimizer": fit({}, WithoutOptimizer("plain")),
         "own hook": fit({}, Clipping("plain")),
         "own hook, by value": fit({"gradient_clipping": 0.2}, ClippingByValue("plain")),
         "own hook, as in the file": fit({"gradient_clipping": 0.2}, Clipping("plain")),

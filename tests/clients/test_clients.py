@@ -128,6 +128,8 @@ def test_what_lightning_asks_and_the_engine_does_not_is_refused() -> None:
     for case, words in {
         "by value": ("ConfigError", 'write "norm"'),
         "own hook": ("StepError", "gradient_clip_val=0.2", "does not clip", "Trainer(gradient_clip_val=...)"),
+        "by hand": ("StepError", "this one does not clip", 'Remedy: say the norm as "gradient_clipping" in the file'),
+        "no optimizer": ("ConfigError", "configure_optimizers = null: fit() needs an optimizer", "Remedy: Return one, or"),
         "own hook, by value": ("StepError", "'value'", "clips to the norm 0.2"),
         "own hook, as in the file": ("float32 clips to 0.2",),
         "accumulation": (

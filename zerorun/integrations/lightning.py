@@ -36,6 +36,7 @@ from ..log import warn_once
 from ..zero.gathered_parameters import GatheredParameters
 
 _CLIPPING = 'say the norm to Trainer(gradient_clip_val=...), or as "gradient_clipping" in the file, and leave out the call.'
+_BY_HAND = 'say the norm as "gradient_clipping" in the file, and leave out the call.'  # the Trainer refuses it then
 _BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # Callbacks that average weights. The second is in newer versions of Lightning; EMAWeightAveraging is one of its kind.
 _AVERAGING = tuple(
@@ -89,9 +90,10 @@ class EnginePrecision(Precision):
         clips, algorithm = self._strategy.engine.gradient_clipping(), _value(gradient_clip_algorithm)
         if clip_val > 0 and (algorithm != "norm" or float(clip_val) != clips):
             does = f"clips to the norm {clips}" if clips else "does not clip"
+            automatic = self._strategy.lightning_module.automatic_optimization
             raise StepError(
                 f"clip_gradients(gradient_clip_val={clip_val}, gradient_clip_algorithm={algorithm!r}) was called, but the "
-                f"engine clips in its step, and {does}. Remedy: {_CLIPPING}"
+                f"engine has to clip, in its step: this one {does}. Remedy: {_CLIPPING if automatic else _BY_HAND}"
             )
 
 
@@ -307,11 +309,13 @@ class ZerorunStrategy(DDPStrategy):
             return None, []
         assert self.lightning_module is not None
         optimizers, schedules = _init_optimizers_and_lr_schedulers(self.lightning_module)
-        if len(optimizers) != 1:
-            reason = "an engine has one optimizer, which may have several parameter groups."
-            raise ConfigError(
-                [ConfigProblem("configure_optimizers", len(optimizers), reason, "Return one.")], "LightningModule"
-            )
+        given: Any = len(optimizers)
+        reason, remedy = "an engine has one optimizer, which may have several parameter groups.", "Return one."
+        if given == 1 and not optimizers[0].param_groups:  # what Lightning puts in the place of None
+            given, reason = None, "fit() needs an optimizer, and the file has none."
+            remedy = 'Return one, or give the file an "optimizer".'
+        if given != 1:
+            raise ConfigError([ConfigProblem("configure_optimizers", given, reason, remedy)], "LightningModule")
         return optimizers[0], schedules
 
     def teardown(self) -> None:
