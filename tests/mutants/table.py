@@ -4592,7 +4592,7 @@ MUTANTS = (
         "what-a-block-does-in-training-is-not-tried-out",
         "swallowed",
         "zerorun/tensor_parallel/proof.py",
-        "            found = _divided(pattern.train(), plan, args, kwargs, trained)",
+        "            found = _divided(pattern.train(), plan, args, kwargs, trained, along_sequence)",
         "            found = None",
         ("tests/unit/test_tensor_parallel_plans.py", "-k", "looks_across_is_refused"),
     ),

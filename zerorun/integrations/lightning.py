@@ -90,10 +90,11 @@ class EnginePrecision(Precision):
         clips, algorithm = self._strategy.engine.gradient_clipping(), _value(gradient_clip_algorithm)
         if clip_val > 0 and (algorithm != "norm" or float(clip_val) != clips):
             does = f"clips to the norm {clips}" if clips else "does not clip"
-            automatic = self._strategy.lightning_module.automatic_optimization
+            module = self._strategy.lightning_module
+            remedy = _CLIPPING if module is None or module.automatic_optimization else _BY_HAND
             raise StepError(
                 f"clip_gradients(gradient_clip_val={clip_val}, gradient_clip_algorithm={algorithm!r}) was called, but the "
-                f"engine has to clip, in its step: this one {does}. Remedy: {_CLIPPING if automatic else _BY_HAND}"
+                f"engine has to clip, in its step: this one {does}. Remedy: {remedy}"
             )
 
 
