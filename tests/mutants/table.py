@@ -5748,4 +5748,12 @@ MUTANTS = (
         "            values = config.describe()",
         ("tests/ranks/test_bad_input.py", "-k", "different_configs"),
     ),
+    Mutant(
+        "models-compute-between-blocks-of-a-part",
+        "swallowed",
+        "zerorun/tensor_parallel/sequence.py",
+        '        return bool(axis.all_gather(mine, 0, range(axis.size + 1), "tensor: between blocks").sum())',
+        "        return False",
+        ("tests/unit/test_tensor_parallel_plans.py", "-k", "does_between_blocks"),
+    ),
 )

@@ -323,6 +323,39 @@ def test_functions_that_look_along_a_divided_sequence_are_refused(mixed: str) ->
         plan_of(model, None, 2, sequence_parallel=True)
 
 
+BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "nothing": lambda hidden: hidden,
+    "a copy": lambda hidden: hidden.clone(),
+    "the mean": lambda hidden: hidden + hidden.mean(1, keepdim=True),
+    "in place": lambda hidden: hidden.add_(hidden.mean(1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_what_a_model_does_between_blocks_of_a_divided_sequence_is_refused(between: str) -> None:
+    class Of(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.blocks = nn.Embedding(7, 32), nn.ModuleList(Positions(torch.tanh) for _ in range(2))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.blocks[1](BETWEEN[between](self.blocks[0](self.embed(ids))))
+            return found
+
+    whole, ids = Of(), torch.arange(10).view(2, 5) % 7
+
+    def work(axis: ThreadAxis) -> torch.Tensor:
+        mine = copy.deepcopy(whole)
+        parallelize(mine, region=Region(axis), sequence_parallel=True)
+        return torch.stack([mine(ids), mine(ids)]) - whole(ids)
+
+    if between in ("nothing", "a copy"):
+        assert all(float(found.abs().max()) < 1e-5 for found in on_threads(2, work))
+        return
+    with pytest.raises(ModelError, match=r"a Positions does not get what the block before it gives\. Remedy"):
+        on_threads(2, work)
+
+
 OTHER: dict[str, dict[str, Any]] = {
     "Olmo2Config": {"intermediate_size": 40, "num_key_value_heads": 2},
     "MixtralConfig": {"intermediate_size": 48, "num_key_value_heads": 2},

@@ -12,6 +12,10 @@ with parameters that are not norms must be in the plan. A pipeline stage with se
 Parts must be put together by the length of their sequence. In a forward this is what came to the first block. A block that
 is recomputed may belong to an earlier forward, of which it gets only a part. The part's own length tells that of the
 sequence, unless there were sequences whose lengths differ by less than the number of ranks: then ranks tell each other.
+
+[Note: between blocks]
+What a block does, a trial has shown (infer.prove_along_sequence). What the model does between two blocks has a part of the
+sequence, too. So the first forward looks whether a block gets what the one before has given, and raises ModelError if not.
 """
 
 from __future__ import annotations
@@ -40,6 +44,8 @@ class SequenceParallel:
         self.length = 0  # of the sequence whose blocks run
         self.lengths: dict[int, int] = {}  # length of this rank's part -> of the sequence, of all so far
         self.parts_tell = True  # the length of a part is that of no other sequence's, on any rank
+        self.given: tuple[torch.Tensor, int] | None = None  # by the block before, and how often it had been written to
+        self.followers: set[nn.Module] = set()  # blocks of which it is not known yet whether they get just that
         self.handles: list[RemovableHandle] = []
         self.partial: list[tuple[nn.Module, Any]] = []  # modules and the partial_gradients that they had
         name = blocks_of(model, plan) if name is None else name
@@ -53,7 +59,10 @@ class SequenceParallel:
         self._gather_at_owners(model, inner, name)
         for run in _runs(model, blocks):
             self.handles.append(run[0].register_forward_pre_hook(self._begin, with_kwargs=True))
+            self.handles += [block.register_forward_pre_hook(self._follow, with_kwargs=True) for block in run[1:]]
+            self.handles += [block.register_forward_hook(self._give) for block in run[:-1]]
             self.handles.append(run[-1].register_forward_hook(self._end))
+            self.followers |= set(run[1:])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self  # copies of a model share it, as they share the region
@@ -110,6 +119,31 @@ class SequenceParallel:
         self.length = self.region.sequence_length = self._length_of(hidden)
         return with_hidden(self.region.enter(hidden, training=False), args, kwargs)
 
+    def _give(self, block: nn.Module, args: Any, output: Any) -> None:
+        if self.followers and not (_is_recomputing() or torch.compiler.is_compiling()):
+            found = output[0] if isinstance(output, tuple) and output else output
+            self.given = (found, _writes(found)) if isinstance(found, torch.Tensor) else None
+
+    def _follow(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See [Note: between blocks]."""
+        if self.given is None or _is_recomputing() or torch.compiler.is_compiling():
+            return
+        (given, writes), self.given = self.given, None
+        hidden = _hidden(block, args, kwargs)
+        if (hidden is not given or _writes(given) != writes) and self._differs(hidden, given, writes):
+            raise ModelError(
+                "with sequence parallelism each rank has a part of the sequence between blocks, where the model computes "
+                f"something: a {type(block).__name__} does not get what the block before it gives. Remedy: do it inside a "
+                "block, which is tried out, or sequence_parallel=False."
+            )
+        self.followers.discard(block)
+
+    def _differs(self, hidden: torch.Tensor, given: torch.Tensor, writes: int) -> bool:
+        """True if ``hidden`` is not ``given`` as it was, on any rank: one that has no token of the sequence cannot tell."""
+        differs = _writes(given) != writes or not torch.equal(hidden, given)
+        axis, mine = self.region.axis, torch.tensor([differs], dtype=torch.int64, device=hidden.device)
+        return bool(axis.all_gather(mine, 0, range(axis.size + 1), "tensor: between blocks").sum())
+
     def _end(self, block: nn.Module, args: Any, output: Any) -> Any:
         self.region.sequence_length = None
         self.region.streams.leave()
@@ -142,6 +176,11 @@ class SequenceParallel:
             return self.lengths.get(own, self.length)
         mine = torch.tensor([own], device=part.device)
         return int(axis.all_gather(mine, 0, range(axis.size + 1), "tensor: lengths").sum())
+
+
+def _writes(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` has been written to, as far as torch counts."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_recomputing() -> bool:
