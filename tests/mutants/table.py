@@ -1130,7 +1130,7 @@ MUTANTS = (
         "one-division-is-tried-out-for-all",
         "swallowed",
         "zerorun/tensor_parallel/infer.py",
-        '            key = kind, tuple(replace(entry, pattern="") for entry in relative.entries)',
+        '            key = kind, tuple(replace(entry, pattern="") for entry in entries)',
         "            key = kind",
         ("tests/unit/test_tensor_parallel_plans.py", "-k", "divides_in_other_ways"),
     ),

@@ -365,9 +365,9 @@ from zerorun.deepspeed.zero_to_fp32 import main  # as the script does, without a
 print(main(["saved", "saved/safe", "--safe_serialization", "-t", "global_step1"]))
 with contextlib.redirect_stderr(io.StringIO()) as told:
     code = main(["nowhere", "out"])
-print(code, told.getvalue().startswith("zero_to_fp32.py: error: "))
+print(code, told.getvalue().startswith("zero_to_fp32.py: error: "), "Traceback" in told.getvalue())
 """
-    told = ["0", "torch.float32 True", "0", "1 True"]
+    told = ["0", "torch.float32 True", "0", "1 True False"]
     assert printed(BEGIN + text, tmp_path) == told
     assert (tmp_path / "saved" / "safe" / "model.safetensors").exists()
 

@@ -110,10 +110,10 @@ class _SurfaceLoader(Loader):
             from .engine_names import name_engines
             from .optimizer_names import name_optimizers
             from .parameters import install
-            from .transformers_models import make_models_of_transformers
+            from .transformers_models import look_after_models_of_transformers
 
             install()
-            make_models_of_transformers()
+            look_after_models_of_transformers()
             name_optimizers()
             name_engines()
 

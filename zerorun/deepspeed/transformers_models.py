@@ -25,7 +25,7 @@ _DONE = "_is_hf_initialized"  # transformers says so of weights that it has read
 _FIRST_VALUES = "initialize_weights_zero3"
 
 
-def make_models_of_transformers() -> None:
+def look_after_models_of_transformers() -> None:
     """From now on, look at each parameter that a module registers. The mode does it at ``import deepspeed``."""
     register_module_parameter_registration_hook(_on_registration)
 

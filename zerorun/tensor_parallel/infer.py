@@ -188,33 +188,23 @@ def prove_given(trials: Trials, plan: ParallelPlan, given: Mapping[str, Style], 
     Names tell neither how a fused layer is laid out nor what a block does between its layers. Raises ModelError if a
     divided block computes something else. For a block that cannot be run alone, the plan is accepted with a warning.
     """
-    model = trials.model
-    divided = [entry.name for entry in plan.entries if entry.style in COLUMN]
-    proven: set[object] = set()
-    for container in _containers(model):
-        blocks = dict(model.get_submodule(container).named_children())
-        for (own, block), kind in zip(blocks.items(), kinds_of(list(blocks.values())), strict=True):
-            name = f"{container}.{own}"
-            relative = plan.within(name)
-            key = kind, tuple(replace(entry, pattern="") for entry in relative.entries)
-            if key in proven or not any(other.startswith(name + ".") for other in divided):
-                continue
-            proven.add(key)
-            layers = (layer.name for layer in _linears(block) if f"{name}.{layer.name}" in divided)
-            trial, made = trials.fitting(trials.begin(name, next(layers, "")), plan, given, spared)
-            found = f"{NOT_ALONE} token ids alone" if trial.call is None else trial.difference(made)
-            if found is not None and found.startswith(NOT_ALONE):
-                warn_once(
-                    f"{type(block).__name__} ({name}) {found}, so that nothing has proved the tensor-parallel plan for it: "
-                    "it is taken as given. Remedy: see that nothing in it looks at all columns between divided layers; "
-                    "`zerorun verify` compares a few steps with one process."
-                )
-            elif found is not None:
-                raise ModelError(
-                    f"{type(block).__name__} ({name}), divided by the plan over {plan.size} ranks, {found}. Remedy: leave "
-                    "out layers between which something looks at all columns; of a layer that holds query, key and value "
-                    'use "fused_colwise" for three blocks, "colwise" for those of each head in turn.'
-                )
+    for name, label, divided in _one_of_each_kind(trials.model, plan, _containers(trials.model)):
+        if not divided:
+            continue
+        trial, made = trials.fitting(trials.begin(name, _first_of(trials.model, name, divided)), plan, given, spared)
+        found = f"{NOT_ALONE} token ids alone" if trial.call is None else trial.difference(made)
+        if found is not None and found.startswith(NOT_ALONE):
+            warn_once(
+                f"{label} {found}, so that nothing has proved the tensor-parallel plan for it: it is taken as given. "
+                "Remedy: see that nothing in it looks at all columns between divided layers; `zerorun verify` compares a "
+                "few steps with one process."
+            )
+        elif found is not None:
+            raise ModelError(
+                f"{label}, divided by the plan over {plan.size} ranks, {found}. Remedy: leave out layers between which "
+                "something looks at all columns; of a layer that holds query, key and value use "
+                '"fused_colwise" for three blocks, "colwise" for those of each head in turn.'
+            )
 
 
 def prove_along_sequence(
@@ -226,25 +216,38 @@ def prove_along_sequence(
     ``given``: what ``plan`` is made of; None for the model's own. Raises ModelError if a block computes something else, or
     as ``blocks_of``.
     """
-    model, name = trials.model, blocks_of(trials.model, plan)
-    blocks = dict(model.get_submodule(name).named_children())
-    planned = {entry.name for entry in plan.entries}
-    proven: set[object] = set()
-    for (own, block), kind in zip(blocks.items(), kinds_of(list(blocks.values())), strict=True):
-        key = kind, tuple(replace(entry, pattern="") for entry in plan.within(f"{name}.{own}").entries)
-        if key in proven:
-            continue
-        proven.add(key)
-        layers = (layer.name for layer in _linears(block) if f"{name}.{own}.{layer.name}" in planned)
-        trial, made = trials.fitting(trials.begin(f"{name}.{own}", next(layers, "")), plan, given, spared)
+    for name, label, divided in _one_of_each_kind(trials.model, plan, [blocks_of(trials.model, plan)]):
+        trial, made = trials.fitting(trials.begin(name, _first_of(trials.model, name, divided)), plan, given, spared)
         found = trial.difference(made, along_sequence=True)
         if found is not None and not found.startswith(NOT_ALONE):
             raise ModelError(
-                f"{type(block).__name__} ({name}.{own}) with a part of the sequence on each of {plan.size} tensor ranks "
-                f"{found}: between its divided layers something looks at other tokens, or takes the length of the sequence "
-                "from a part of it. Remedy: put such code into a module in the block that has nothing but divided layers, "
-                "such as an attention, which gets the whole sequence; or sequence_parallel=False."
+                f"{label} with a part of the sequence on each of {plan.size} tensor ranks {found}: between its divided "
+                "layers something looks at other tokens, or takes the length of the sequence from a part of it. Remedy: "
+                "put such code into a module in the block that has nothing but divided layers, such as an attention, which "
+                "gets the whole sequence; or sequence_parallel=False."
             )
+
+
+def _one_of_each_kind(model: nn.Module, plan: ParallelPlan, containers: list[str]) -> Iterator[tuple[str, str, set[str]]]:
+    """Yield one block of each kind in ``containers``: its name, class and name, and what ``plan`` divides by columns in it.
+
+    Blocks of one kind compute alike, and are divided alike.
+    """
+    seen: set[object] = set()
+    for container in containers:
+        blocks = dict(model.get_submodule(container).named_children())
+        for (own, block), kind in zip(blocks.items(), kinds_of(list(blocks.values())), strict=True):
+            name = f"{container}.{own}"
+            entries = plan.within(name).entries
+            key = kind, tuple(replace(entry, pattern="") for entry in entries)
+            if key not in seen:
+                seen.add(key)
+                yield name, f"{type(block).__name__} ({name})", {e.name for e in entries if e.style in COLUMN}
+
+
+def _first_of(model: nn.Module, name: str, divided: set[str]) -> str:
+    """Return the first linear layer of the block ``name`` that is in ``divided``; "" for none."""
+    return next((layer.name for layer in _linears(model.get_submodule(name)) if layer.name in divided), "")
 
 
 def _containers(model: nn.Module) -> list[str]:
