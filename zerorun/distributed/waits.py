@@ -109,6 +109,7 @@ class RollCall:
     def __init__(self, place: str, world_size: int) -> None:
         self._place, self._world_size = place, world_size
         self._signed: list[tuple[dist.Store, int]] = []
+        self._last: list[int] = []
 
     def sign(self, store: dist.Store, rank: int) -> None:
         """Say in ``store``, which all ranks have, that this rank has come."""
@@ -118,9 +119,23 @@ class RollCall:
         """Return the ranks that have not come, on any thread; before this rank has signed, rank 0, which has the store."""
         if not self._signed:
             return [0]
-        store, times = self._signed[-1]
-        other = store.clone()  # type: ignore[attr-defined]  # another connection: that of the rank may be waiting
-        return [rank for rank in range(self._world_size) if other.add(self._key(rank), 0) < times]
+        self._last = self._absent(self._signed[-1][0].clone())  # type: ignore[attr-defined]  # its own may be waiting
+        return self._last
+
+    def missing_at_the_end(self) -> tuple[list[int], bool]:
+        """Return them on the thread that has waited, and whether the store is still there; if not, who was missing last.
+
+        Another connection to a store that has ended would be tried for as long as the first one was to wait.
+        """
+        if not self._signed:
+            return [0], True
+        try:
+            return self._absent(self._signed[-1][0]), True
+        except RuntimeError:
+            return self._last, False
+
+    def _absent(self, store: dist.Store) -> list[int]:
+        return [rank for rank in range(self._world_size) if store.add(self._key(rank), 0) < self._signed[-1][1]]
 
     def _key(self, rank: int) -> str:
         return f"{self._place}: rank {rank}"

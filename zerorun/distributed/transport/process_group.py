@@ -41,7 +41,7 @@ from ...watch.launch_environment import launched
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
 from ..script_calls import show_script_calls
 from ..topology import forget_everyone
-from ..waits import Missing, RollCall, waiting
+from ..waits import RollCall, waiting
 from .communicator import forget_all_groups, has_communicators
 from .control import given_up_is_over
 from .message_waits import Waiter
@@ -106,7 +106,7 @@ def init_distributed(
         for library in ("GLOO", "NCCL"):
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     roll, words = RollCall("rendezvous", world_size), f"{RENDEZVOUS} {world_size} ranks at {address or 'this process'}"
-    with waiting(words, roll.missing), _naming(roll.missing, words, limit):
+    with waiting(words, roll.missing), _naming(roll, words, limit):
         meeting = _meet(rank, address, limit)
         room = _room(meeting, rank, limit)
         store = dist.PrefixStore(room, meeting)
@@ -144,19 +144,25 @@ def _watch_in_a_group_of_others() -> None:
 
 
 @contextlib.contextmanager
-def _naming(missing: Missing, words: str, limit: timedelta) -> Iterator[None]:
-    """Raise TopologyError, with the ranks that have not come, where torch would say that a store has timed out."""
+def _naming(roll: RollCall, words: str, limit: timedelta) -> Iterator[None]:
+    """Raise TopologyError, with the ranks that have not come, where torch would speak of its store.
+
+    The rank that keeps the store is often the first whose time is over. The store ends with it, under the others' feet.
+    """
     try:
         yield
     except (dist.DistStoreError, dist.DistNetworkError) as error:
-        absent: list[int] = []
-        with contextlib.suppress(RuntimeError):  # the store has gone
-            absent = sorted(missing())
-        if not absent:
-            raise
+        absent, store_is_there = roll.missing_at_the_end()
         named = ", ".join(map(str, absent[:_MOST_NAMED])) + (", ..." if absent[_MOST_NAMED:] else "")
+        told = f"rank{'s'[: len(absent) > 1]} {named} had not come"
+        if not store_is_there:
+            told = "the process that keeps the store of all, rank 0 or torchrun, has ended" + f"; {told}" * bool(absent)
+        elif absent:
+            told = f"after {limit.total_seconds():g} s {told}"
+        else:
+            raise
         raise TopologyError(
-            f"{words}: after {limit.total_seconds():g} s rank{'s'[: len(absent) > 1]} {named} had not come ({error}). "
+            f"{words}: {told} ({error}). "
             "Remedy: see what became of them in their output, and whether their hosts reach this address. Where ranks "
             "need longer before they call initialize(): init_distributed(timeout_s=...)."
         ) from error
