@@ -3481,6 +3481,14 @@ MUTANTS = (
         ("tests/ranks/test_memory_copies.py::test_engines_of_one_job_do_not_take_each_other_s_copies",),
     ),
     Mutant(
+        "a-teacher-is-as-the-script-made-it",
+        "stale",
+        "zerorun/checkpoint/memory_copies.py",
+        "        changed = [name for name, sums in now.items() if not torch.equal(sums, self._sums[name])]",
+        "        changed: list[str] = []",
+        ("tests/ranks/test_memory_copies.py::test_a_teacher_that_follows_comes_back",),
+    ),
+    Mutant(
         "gradients-come-to-the-host-for-nothing",
         "bytes",
         "zerorun/planner/step_time.py",

@@ -23,6 +23,7 @@ from torch import nn
 import zerorun
 from zerorun.checkpoint.kept_parts import BLOCK_BYTES, records_in
 from zerorun.checkpoint.memory_copies import MemoryCopies, partners
+from zerorun.distributed.wire import decode
 from zerorun.errors import DoesNotFitError
 from zerorun.launcher import copy_keeper
 
@@ -159,6 +160,51 @@ def statistics_interrupted(folder: str, lost: int) -> None:
 @pytest.mark.parametrize("lost", (-1, 1))
 def test_buffers_of_each_rank_come_back(lost: int, tmp_path: Path) -> None:
     run_ranks(3, statistics_interrupted, str(tmp_path), lost)
+
+
+def with_a_teacher(width: int) -> nn.Sequential:
+    frozen = [nn.Linear(37, 37, bias=False).requires_grad_(False) for _ in range(2)]
+    nn.init.eye_(frozen[1].weight)
+    return nn.Sequential(nn.Linear(width, 37), *frozen, nn.ReLU(), nn.Linear(37, width))
+
+
+def teacher_interrupted(folder: str, stage: int, hosts_lost: list[int]) -> None:
+    """What is frozen and changed by the script comes back, also from the copy that a start makes of what it has loaded."""
+
+    def train_and_average(steps: int) -> None:
+        for _ in range(steps):
+            engine.backward(engine(torch.randn(2, WIDTH)).float().square().mean())
+            with torch.no_grad(), zerorun.zero.GatheredParameters(list(engine.module[1].parameters()), modifier_rank=0):
+                engine.module[1].weight.lerp_(torch.eye(37).bfloat16(), 0.25)
+            engine.step()
+
+    with patch.object(sys.modules[__name__], "model_of", with_a_teacher):
+        engine = make(Path(folder) / "whole", stage, seed=3)
+        train_and_average(8)
+        expected = digest(engine)
+        engine.destroy()
+        engine = make(Path(folder), stage, seed=3)
+        train_and_average(5)
+        engine.memory_copies.settle()
+        kept_here = [record for _, record in records_in(Path(folder) / f"host{own_rank()}" / "0")]
+        named = {part.name for record in kept_here for part in decode(record.layout).parts}
+        assert "2.weight" not in named  # of what does not change there are checksums
+        for away in hosts_lost:
+            engine.destroy()
+            torch.distributed.barrier()
+            if own_rank() == away:
+                shutil.rmtree(Path(folder) / f"host{own_rank()}")
+            torch.distributed.barrier()
+            engine = make(Path(folder), stage, seed=99)
+            assert engine.global_steps == 5
+        train_and_average(3)
+        assert digest(engine) == expected
+        engine.destroy()
+
+
+@pytest.mark.parametrize("stage", by_day((0, 1, 2, 3), 0, 3))
+def test_a_teacher_that_follows_comes_back(stage: int, tmp_path: Path) -> None:
+    run_ranks(3, teacher_interrupted, str(tmp_path), stage, [-1, 1, 0])
 
 
 def host_by_host(folder: str) -> None:

@@ -223,8 +223,6 @@ class Checkpointer:
     def _capture_here(self, tag: str, client_state: dict[str, Any], trainable_only: bool, joined: bool) -> Captured:
         inventory, rank = self.inventory, self.subject.topology.rank
         parts = list(inventory.weights(frozen=not trainable_only))
-        named = {part.name for part in parts}
-        frozen = [part for part in inventory.weights() if part.name not in named] if trainable_only else []
         buffers, extra = inventory.buffers()
         states, raw = inventory.optimizer_state()
         tensors: dict[str, torch.Tensor] = {}
@@ -236,7 +234,7 @@ class Checkpointer:
             manifest=self._manifest(tag, client_state, extra, tensors),
             rng=encode(random_state.capture(self.subject.comm.device), tensors, f"rng.{rank}"),
             data=self._data_state(tensors),
-            frozen=frozen,
+            frozen=list(inventory.frozen_weights()) if trainable_only else [],
             small=_model_description(self.subject.module, self.run.compute_dtype) if rank == 0 else {},
             buffers=buffers,
         )

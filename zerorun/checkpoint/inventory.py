@@ -278,6 +278,11 @@ class Inventory:
         if frozen:
             yield from self.parts_apart()
 
+    def frozen_weights(self) -> Iterator[TensorPart]:
+        """The weights that this rank holds of what is not trained."""
+        trained = {part.name for part in self.weights(frozen=False)}
+        return (part for part in self.weights() if part.name not in trained)
+
     def parts_apart(self) -> Iterator[TensorPart]:
         """What stays apart, on the first rank of a pipeline stage only: all ranks of the stage have the same."""
         return self.buffer_parts(self.kept_apart())

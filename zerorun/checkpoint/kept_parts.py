@@ -29,6 +29,7 @@ from .write_plan import MASTER, MODEL, WritePlan
 
 BLOCK_BYTES = 1 << 18  # one sum each
 _ALIGN = 64  # bytes
+_SUMMED = 1 << 22  # elements of which sums are computed at a time
 _PIECES = "pieces"  # the set of single parts
 _FACTOR = -7046029254386353131  # 2 ** 64 / golden ratio: odd, with bits all over the word
 
@@ -149,6 +150,17 @@ def block_sums(memory: torch.Tensor) -> torch.Tensor:
     So a word that is another one is always seen, and words that have changed places are. It runs at the speed of memory.
     """
     return memory.view(torch.int64).view(-1, BLOCK_BYTES // 8) @ _factors()
+
+
+def sums_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The same of a tensor [n] of any dtype on any device, which zeros fill up to whole blocks; on that device."""
+    sums = [torch.empty(0, dtype=torch.int64, device=tensor.device)]
+    for piece in tensor.detach().split(_SUMMED) if tensor.numel() else ():
+        content = piece.contiguous().view(torch.uint8)
+        blocks = torch.zeros(-(-content.numel() // BLOCK_BYTES), BLOCK_BYTES, dtype=torch.uint8, device=tensor.device)
+        blocks.view(-1)[: content.numel()] = content
+        sums.append((blocks.view(torch.int64) * _factors().to(tensor.device)).sum(1))  # GPUs multiply no int64 matrices
+    return torch.cat(sums)
 
 
 @cache

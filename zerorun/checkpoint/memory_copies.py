@@ -4,7 +4,9 @@
 Each rank keeps its parts of what a checkpoint would have in a file of the host's shared memory, in a folder that the host's
 supervisor has made (launcher/copy_keeper.py); what several ranks have, one of them keeps. It sends them to a rank of the
 next host, which checks them. All ranks' parts together are loaded as a checkpoint is, at any number of ranks, and each from
-whichever host has it undamaged. Of frozen parameters, which do not change, there are checksums only, computed once.
+whichever host has it undamaged. Of a frozen parameter there are checksums only, computed once: the script that is started
+again makes it as it did before. But the script may change it, as the weights of a teacher that are averages of others', or
+load it later than in initialize(): where it is another one than at the end of initialize(), it is kept as the others are.
 
 [Note: one step at most]
 The parts of step s are copied at its end, and sent behind the forward and the backward of step s + 1, whose update begins
@@ -49,6 +51,7 @@ from .kept_parts import (
     parts_file,
     record_of,
     records_in,
+    sums_of,
     write_record,
 )
 from .matching import Wanted
@@ -72,7 +75,10 @@ class MemoryCopies:
         self._encoded = b""
         self._places = self.checkpointer.saver.ranks.volumes(place)  # for each rank, the first one of its host
         self._memory: dict[tuple[int, int], torch.Tensor] = {}  # by slot and rank
-        self._frozen: dict[str, dict[str, Any]] | None = None
+        self._sums = _sums_of_frozen(self.checkpointer)  # as the script has made them
+        self._has_frozen = any(self.checkpointer.saver.ranks.gather(bool(self._sums)))
+        self._frozen: dict[str, dict[str, Any]] = {}  # the checksums of whole ones
+        self._constant: set[str] = set()  # those of which nothing else is kept
         self._thread: threading.Thread | None = None
         self._problem: Problem | None = None
 
@@ -98,6 +104,9 @@ class MemoryCopies:
         with without_edits(self.checkpointer.subject.model):
             captured = self.checkpointer.capture("", {}, trainable_only=True)
             captured.copy_tensors()
+            changed = self._changed()
+        captured.parts += [part for part in captured.frozen if part.name in changed]
+        captured.frozen = [part for part in captured.frozen if part.name not in changed]
         self._plan(captured)
         self._slot = 1 - self._whole if self._whole >= 0 else 0
         _, problem = attempt(lambda: self._copy(captured))
@@ -127,6 +136,14 @@ class MemoryCopies:
         self._whole = self._slot
         self._forget_others(self._epoch, self._whole)
 
+    def _changed(self) -> set[str]:
+        """The names of frozen parameters that are other ones than at the end of initialize(), on any rank."""
+        if not self._has_frozen:
+            return set()
+        now = _sums_of_frozen(self.checkpointer)
+        changed = [name for name, sums in now.items() if not torch.equal(sums, self._sums[name])]
+        return set().union(*self.checkpointer.saver.ranks.gather(changed))
+
     def _plan(self, captured: Captured) -> None:
         """Decide what each rank keeps, and where, if what the ranks have is not what they had before."""
         ranks, peers = self.checkpointer.saver.ranks, self.checkpointer.subject.comm.dense.peer_reader()
@@ -140,8 +157,9 @@ class MemoryCopies:
         self._newest = max(begun, *(1 + newest for newest in ranks.gather(self._newest)))  # clocks of hosts differ
         self._epoch = f"{self._newest:024}"  # as many digits as a time has
         self._memory, self._whole = {}, -1
-        if any(ranks.gather(bool(captured.frozen))):
-            self._frozen = self._frozen or frozen_sums(captured.frozen, captured.order, ranks, peers)
+        self._constant = set().union(*ranks.gather([part.name for part in captured.frozen]))
+        if not self._constant <= self._frozen.keys():
+            self._frozen = frozen_sums(captured.frozen, captured.order, ranks, peers)
 
     def _file(self, rank: int) -> Path:
         return self._place / parts_file(self._epoch, self._slot, rank)
@@ -198,7 +216,7 @@ class MemoryCopies:
         """(the encoded record of this rank's parts, the parts)."""
         self.checkpointer.check_point("write")
         ranks, memory = self.checkpointer.saver.ranks, self._memory[self._slot, self.checkpointer.saver.ranks.rank]
-        captured.manifest.frozen_base = self._frozen
+        captured.manifest.frozen_base = {name: self._frozen[name] for name in sorted(self._constant)} or None
         step, facts = captured.manifest.global_steps, captured.facts(ranks)
         who = step, self._epoch, self._slot, ranks.rank, ranks.size
         return encode(PartsRecord(*who, memory.numel(), block_sums(memory), self._encoded, facts)), memory
@@ -272,6 +290,11 @@ class MemoryCopies:
         """Wait for the last copy, and release the process group."""
         self.settle()
         self.checkpointer.close()
+
+
+def _sums_of_frozen(checkpointer: Checkpointer) -> dict[str, torch.Tensor]:
+    """By the name of a frozen parameter, the checksums of what this rank holds of it."""
+    return {part.name: sums_of(part.tensor).cpu() for part in checkpointer.inventory.frozen_weights()}
 
 
 def _shape_of(part: TensorPart) -> tuple[Any, ...]:
