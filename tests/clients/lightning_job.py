@@ -205,6 +205,7 @@ def refused(stage: int) -> dict[str, Any]:
         "saves between": fit({}, accumulate_grad_batches=2, callbacks=[SavesAfterEachBatch()]),
         "batch": fit({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}, accumulate_grad_batches=3),
         "no such batch": fit({"train_batch_size": 9}),
+        "resuming": fit({"checkpoint": {"dir": "saved", "auto_resume": True, "in_memory": {"every_steps": 2}}}),
         "same": fit({"gradient_accumulation_steps": 3, "train_batch_size": 12}, accumulate_grad_batches=3),
         "auto": fit(switches),
         "auto, bf16": fit(
@@ -217,10 +218,11 @@ def evaluated(trainer: Callable[..., Trainer], model: Model, data: Any, folder: 
     """What a module and those that load what was saved of it give outside of fit(), and what fit() does after that."""
     held_back = DataLoader(Sentences(8), batch_size=2)
     found: dict[str, Any] = {"validation": trainer(1).validate(model, held_back, verbose=False)[0]["validation"]}
-    saving = {"checkpoint": {"dir": f"{folder}/saved", "auto_resume": True, "every_steps": 3}}
+    saving = {"dir": f"{folder}/saved", "every_steps": 3}
     used = Model("evaluation")
-    trainer(1, also=saving).fit(used, data)  # four steps, and the checkpoint is that of the third
-    found["with auto_resume"] = trainer(1, also=saving).validate(used, held_back, verbose=False)[0]["validation"]
+    trainer(1, also={"checkpoint": saving}).fit(used, data)  # four steps, and the checkpoint is that of the third
+    resuming = {"checkpoint": {**saving, "auto_resume": True}}
+    found["with auto_resume"] = trainer(1, also=resuming).validate(used, held_back, verbose=False)[0]["validation"]
     for name in ("last", "weights"):
         used = Model("evaluation")
         tested = trainer(1).test(used, held_back, f"{folder}/{name}.ckpt", verbose=False)

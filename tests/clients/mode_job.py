@@ -20,12 +20,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from zerorun.integrations.accelerate import plugin
 from zerorun.integrations.transformers import ZerorunCallback
 
 import deepspeed  # isort: skip
 import zerorun  # isort: skip
+from zerorun.deepspeed import entry  # isort: skip
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -215,6 +217,25 @@ def classifier() -> list[float]:
     return losses
 
 
+def resuming() -> list[str]:
+    """What is said where an engine goes on by itself: in a loop of the script's own, and in Trainer's, before it begins."""
+    begin_anew()
+    folder, said = [tempfile.mkdtemp()], list[str]()
+    dist.broadcast_object_list(folder)
+    config = configuration(1, checkpoint={"dir": folder[0], "auto_resume": True, "every_steps": 1})
+    with patch.object(entry, "warn_once", said.append):
+        for _ in range(2):
+            engine, *_ = deepspeed.initialize(model=llama(), config=config)
+            engine.backward(engine(**next(iter(DataLoader(Sentences(), batch_size=2)))).loss)
+            engine.step()
+            engine.destroy()
+    given = {"report_to": [], "use_cpu": True, "per_device_train_batch_size": 2, "learning_rate": 1e-2, "max_steps": 1}
+    args = TrainingArguments("nowhere", deepspeed=config, **given)
+    said.append(attempt(Trainer(llama(), args, train_dataset=Sentences()).train))
+    begin_anew()
+    return said
+
+
 def main() -> None:
     deepspeed.init_distributed("gloo")
     found: dict[str, Any] = {"ranks": ranks(), "two": two_configurations(), "kept": optimizer_kept()}
@@ -222,7 +243,7 @@ def main() -> None:
     found |= {"ignored": ignored(), "kernels": kernels(), "accelerated": accelerated()}
     with tempfile.TemporaryDirectory() as folder:
         found["logged"] = logged(folder)
-    found["classifier"] = classifier()
+    found |= {"classifier": classifier(), "resuming": resuming()}
     found["trainer"] = {}
     for cell, stage in (("by day", None), ("by day", 3), ("sequences by day", 1)):
         found["trainer"] |= run_cell(cell, stage, train)

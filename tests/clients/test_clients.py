@@ -141,6 +141,7 @@ def test_what_lightning_asks_and_the_engine_does_not_is_refused() -> None:
         "saves between": ("float32 clips to 0.0",),
         "batch": ("ConfigError", "train_batch_size = 8", "accumulate_grad_batches=3", "2 data-parallel ranks of 2 samples"),
         "no such batch": ("ConfigError", "train_batch_size = 9", "accumulate_grad_batches=1"),
+        "resuming": ("ConfigError", "checkpoint.auto_resume = true", "checkpoint.in_memory.every_steps = 2", "ckpt_path"),
         "same": ("float32 clips to 0.0",),
         "auto": ("float32 clips to 0.0",),
         "auto, bf16": ("bfloat16 clips to 0.5",),

@@ -50,6 +50,14 @@ def test_what_deepspeed_reads_over_is_no_error(found: dict[str, Any]) -> None:
     assert wrong.startswith("ConfigError") and "sub_grup_size" in wrong
 
 
+def test_an_engine_that_goes_on_by_itself_is_told(found: dict[str, Any]) -> None:
+    """Loops made for DeepSpeed count their steps from 0, and would make all of them again."""
+    told, refused = found["resuming"]
+    assert told.startswith("the engine has gone on from step 1 by itself")
+    assert refused.startswith("ConfigError") and "checkpoint.auto_resume = true" in refused
+    assert "resume_from_checkpoint" in refused
+
+
 def test_optimizers_and_schedules_of_their_names(found: dict[str, Any]) -> None:
     """By hand and by accelerate, with torch's optimizer, the losses are the same."""
     assert found["kernels"] == pytest.approx(found["accelerated"], abs=1e-6)

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from ..config.sections import Checkpoint
 from ..errors import ConfigError, ConfigProblem
 from ..log import logger
 
@@ -131,3 +132,10 @@ def refuse_shared_directory(directory: str | None) -> None:
         reason = "another engine of this process saves into it: their checkpoints would have the same names."
         remedy = "give each engine a directory of its own, or destroy() the engine that has ended."
         raise ConfigError([ConfigProblem("checkpoint.dir", directory, reason, remedy)])
+
+
+def resuming_problems(section: Checkpoint, trainer: str, remedy: str) -> list[ConfigProblem]:
+    """What lets an engine go on by itself, in a loop of ``trainer``, which begins to count its steps before it asks."""
+    reason = f"the engine would go on from an earlier run, and {trainer} would make all its steps from the first one on."
+    asked = {"auto_resume": section.auto_resume, "in_memory.every_steps": section.in_memory.every_steps}
+    return [ConfigProblem(f"checkpoint.{key}", value, reason, remedy) for key, value in asked.items() if value]

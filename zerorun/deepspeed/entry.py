@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -14,6 +15,7 @@ from torch import nn
 
 import zerorun
 
+from ..checkpoint.automatic import resuming_problems
 from ..config.deepspeed_leniency import as_deepspeed_reads
 from ..config.parse import Config, data_parallel_degree, load_config, resolve
 from ..distributed.transport import process_group
@@ -54,13 +56,15 @@ def initialize(
     ``mesh_param``: the numbers of data-parallel ranks and of those that divide sequences. A model that an engine without an
     optimizer has, as TRL makes one to evaluate it, is given back by that engine first, which goes on as a call of the model
     (see ``taking_over``). Raises what ``zerorun.initialize`` raises; ConfigError for what tp_model_init(), ``mpu`` or
-    ``mesh_param`` say otherwise than the configuration; and TopologyError for an ``mpu`` whose ranks have parts of a layer,
+    ``mesh_param`` say otherwise than the configuration, and for an engine that is to go on by itself in transformers'
+    Trainer; and TopologyError for an ``mpu`` whose ranks have parts of a layer,
     unless they are those that the configuration names, or if ``dist_init_required`` is False and ranks have not met.
     """
     _refuse_strangers(dist_init_required)
     source = config_of(config if config is not None else config_params, args)
     if model is None:
         raise ConfigError([ConfigProblem("model", None, "there is no model.", "Pass model=.")], "initialize()")
+    _refuse_resuming_in_trainer(source)
     make = partial(
         make_engine,
         model,
@@ -82,7 +86,26 @@ def initialize(
         engine.sharded.give_methods(**ways)
     _engines.append(weakref.ref(engine))
     _tell_local_rank(args)
+    if engine.global_steps:
+        warn_once(
+            f"the engine has gone on from step {engine.global_steps} by itself, as `checkpoint` in its file asks for. A "
+            "loop that does not ask engine.global_steps, where DeepSpeed's is 0, makes all its steps from the first one on."
+        )
     return engine, engine.optimizer, engine.dataloader, engine.lr_scheduler
+
+
+def _refuse_resuming_in_trainer(source: Any) -> None:
+    """Raise ConfigError if the engine is to go on by itself in transformers' Trainer."""
+    accelerate, integration = sys.modules.get("accelerate.state"), sys.modules.get("transformers.integrations.deepspeed")
+    if accelerate is None or integration is None or not accelerate.is_initialized():
+        return
+    plugin = accelerate.AcceleratorState().deepspeed_plugin
+    if not isinstance(getattr(plugin, "hf_ds_config", None), integration.HfTrainerDeepSpeedConfig):
+        return  # it is the script's own loop
+    config = load_config(source, optimizer_given=True, scheduler_given=True)
+    remedy = "Leave it out: trainer.train(resume_from_checkpoint=True) goes on from what Trainer has saved."
+    if problems := resuming_problems(config.checkpoint, "Trainer", remedy):
+        raise ConfigError(problems, config.provenance.file)
 
 
 def _as_module(kind: type[Engine]) -> type[Engine]:

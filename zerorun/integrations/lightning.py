@@ -26,6 +26,7 @@ from lightning.pytorch.strategies.strategy import _ForwardRedirection
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from ..checkpoint.automatic import resuming_problems
 from ..config.parse import Config, data_parallel_degree, load_config
 from ..config.reader import AUTO
 from ..config.source import read_source
@@ -37,6 +38,7 @@ from ..zero.gathered_parameters import GatheredParameters
 
 _CLIPPING = 'say the norm to Trainer(gradient_clip_val=...), or as "gradient_clipping" in the file, and leave out the call.'
 _BY_HAND = 'say the norm as "gradient_clipping" in the file, and leave out the call.'  # the Trainer refuses it then
+_GOES_ON = 'Leave it out: fit(..., ckpt_path="last") goes on from what ModelCheckpoint(save_last=True) has saved.'
 _BATCH, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 # Callbacks that average weights. The second is in newer versions of Lightning; EMAWeightAveraging is one of its kind.
 _AVERAGING = tuple(
@@ -201,7 +203,8 @@ class ZerorunStrategy(DDPStrategy):
     ``scheduler``. Checkpoints are directories, which load on any number of ranks; with ``save_weights_only`` they are
     Lightning's single files of full weights. Raises ConfigError for a precision that is none of 32, bf16 and 16, for
     clipping by value, for more than one optimizer, for callbacks of finetuning, for ``ModelPruning`` and, at stage 3, for
-    callbacks that average weights, and for batch sizes in the configuration that contradict ``accumulate_grad_batches``.
+    callbacks that average weights, for batch sizes in the configuration that contradict ``accumulate_grad_batches``, and
+    for ``auto_resume`` and ``in_memory``, of which the Trainer would not know.
     """
 
     strategy_name = "zerorun"
@@ -299,7 +302,7 @@ class ZerorunStrategy(DDPStrategy):
         if fits:
             read = load_config(config, optimizer_given=True, scheduler_given=True)
             problems += _clipping_problems(trainer) + _callback_problems(trainer, read.zero_optimization.stage)
-            problems += _batch_problems(given, read, trainer)
+            problems += _batch_problems(given, read, trainer) + resuming_problems(read.checkpoint, "the Trainer", _GOES_ON)
         if problems:
             raise ConfigError(problems, name)
         return config
