@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from ..distributed.device import on_host
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.wire import decode
 from ..errors import MessageError
@@ -29,7 +30,7 @@ from .write_plan import MASTER, MODEL, WritePlan
 
 BLOCK_BYTES = 1 << 18  # one sum each
 _ALIGN = 64  # bytes
-_SUMMED = 1 << 22  # elements of which sums are computed at a time
+_AT_ONCE = 1 << 9  # blocks of which a GPU computes the sums together
 _PIECES = "pieces"  # the set of single parts
 _FACTOR = -7046029254386353131  # 2 ** 64 / golden ratio: odd, with bits all over the word
 
@@ -149,23 +150,25 @@ def block_sums(memory: torch.Tensor) -> torch.Tensor:
 
     So a word that is another one is always seen, and words that have changed places are. It runs at the speed of memory.
     """
-    return memory.view(torch.int64).view(-1, BLOCK_BYTES // 8) @ _factors()
+    words = memory.view(torch.int64).view(-1, BLOCK_BYTES // 8)
+    if on_host(memory):
+        return words @ _factors(memory.device)
+    return torch.cat([(some * _factors(memory.device)).sum(1) for some in words.split(_AT_ONCE)])  # no int64 matrices there
 
 
 def sums_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same of a tensor [n] of any dtype on any device, which zeros fill up to whole blocks; on that device."""
-    sums = [torch.empty(0, dtype=torch.int64, device=tensor.device)]
-    for piece in tensor.detach().split(_SUMMED) if tensor.numel() else ():
-        content = piece.contiguous().view(torch.uint8)
-        blocks = torch.zeros(-(-content.numel() // BLOCK_BYTES), BLOCK_BYTES, dtype=torch.uint8, device=tensor.device)
-        blocks.view(-1)[: content.numel()] = content
-        sums.append((blocks.view(torch.int64) * _factors().to(tensor.device)).sum(1))  # GPUs multiply no int64 matrices
-    return torch.cat(sums)
+    """The same of a tensor [n] of any dtype, which zeros fill up to whole blocks."""
+    content = tensor.detach().view(torch.uint8)
+    whole = content.numel() // BLOCK_BYTES * BLOCK_BYTES
+    rest = torch.zeros(BLOCK_BYTES, dtype=torch.uint8, device=content.device)
+    rest[: content.numel() - whole] = content[whole:]
+    begin = content[:whole] if content.storage_offset() % 8 == 0 else content[:whole].clone()  # words lie at multiples of 8
+    return torch.cat([block_sums(begin), block_sums(rest)])
 
 
 @cache
-def _factors() -> torch.Tensor:
-    return (torch.arange(1, BLOCK_BYTES // 8 + 1) * _FACTOR) | 1
+def _factors(device: torch.device) -> torch.Tensor:
+    return (torch.arange(1, BLOCK_BYTES // 8 + 1, device=device) * _FACTOR) | 1
 
 
 def write_record(parts: Path, content: bytes) -> None:
