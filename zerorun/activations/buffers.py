@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..log import warn_once
 from .changed_in_place import version_of
 
+_SMALL_BYTES = 1 << 16  # of a buffer that is copied in any case
 # Whether a module has changed its buffers in a forward so far; modules that have not run yet are not there.
 _changing: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 # Those with buffers among the parts of a module.
@@ -22,12 +24,12 @@ _holders: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = w
 
 @dataclass(frozen=True)
 class _Before:
-    """The buffers of ``module`` before a call. ``values``: their contents; empty if the module has never changed them."""
+    """The buffers of ``module`` before a call. ``copies``: of those that are small, or of all if it has changed any."""
 
     module: nn.Module
     tensors: dict[str, torch.Tensor | None]
     versions: dict[str, int]
-    values: dict[str, torch.Tensor | None]
+    copies: dict[str, torch.Tensor]
 
     @property
     def is_past(self) -> bool:
@@ -35,12 +37,23 @@ class _Before:
             return True
         return self.versions != _versions(self.tensors)
 
+    @property
+    def lost(self) -> list[str]:
+        """The names of buffers that have been changed in place and were not copied."""
+        now = _versions(self.tensors)
+        return [name for name, version in self.versions.items() if name not in self.copies and version != now[name]]
+
+    def again(self) -> dict[str, torch.Tensor | None]:
+        """The buffers as they were, in tensors that a second run may change."""
+        return {name: _copied(tensor) for name, tensor in {**self.module._buffers, **self.tensors, **self.copies}.items()}
+
 
 class BufferStates:
     """The buffers in ``roots``, the modules of a call, before its first run, which is about to begin.
 
     A second run finds those that the first one has changed as this had found them: with spectral norms its results depend
-    on them. What it does to them is dropped. Buffers that do not change are copied once, to learn that.
+    on them. What it does to them is dropped. Large ones that do not change are copied once, to learn that; if they begin
+    later, the second run of that one call finds them changed, and a warning says so.
     """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
@@ -52,14 +65,20 @@ class BufferStates:
         for before in self._before:
             _changing[before.module] = _changing.get(before.module, False) or before.is_past
         self._before = [before for before in self._before if before.is_past]
+        for before in self._before:
+            if lost := before.lost:
+                warn_once(
+                    f"{type(before.module).__name__} has begun to change its buffer {lost[0]!r} in place, which it left "
+                    "alone before, and which is too large to be copied for nothing. A block that runs again in backward "
+                    "finds it changed, so the gradients of this one micro-batch are not exact. Those of later ones are."
+                )
 
     @contextlib.contextmanager
     def as_before(self) -> Iterator[None]:
         """While the call runs again."""
         now = [dict(before.module._buffers) for before in self._before]
         for before in self._before:
-            buffers = {**before.module._buffers, **before.values}
-            before.module._buffers.update({name: _copied(buffer) for name, buffer in buffers.items()})
+            before.module._buffers.update(before.again())
         try:
             yield
         finally:
@@ -68,9 +87,14 @@ class BufferStates:
 
 
 def _before(module: nn.Module) -> _Before:
-    tensors = dict(module._buffers)
-    values = {name: _copied(tensor) for name, tensor in tensors.items()} if _changing.get(module, True) else {}
-    return _Before(module, tensors, _versions(tensors), values)
+    tensors, all_of_them = dict(module._buffers), _changing.get(module, True)
+    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    copies = {name: tensor.detach().clone() for name, tensor in present.items() if all_of_them or _is_small(tensor)}
+    return _Before(module, tensors, _versions(tensors), copies)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return tensor.numel() * tensor.element_size() <= _SMALL_BYTES
 
 
 def _versions(tensors: dict[str, torch.Tensor | None]) -> dict[str, int]:
