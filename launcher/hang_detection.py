@@ -144,7 +144,7 @@ class Hangs:
         return f"rank {rank}" if host is None else f"rank {rank} on {host}"
 
     def _shown(self, verdict: Hang) -> tuple[int, ...]:
-        return verdict.guilty[:_MOST_STACKS]
+        return (*verdict.guilty[:_MOST_STACKS], *verdict.others)
 
     def _standing(self, ends: Mapping[int, WorkerEnd], now: float) -> dict[int, Standing]:
         found = {}

@@ -116,6 +116,7 @@ def test_different_collectives_of_few_and_of_those_outside_the_loop() -> None:
     found = verdict(waits(0, "save", phase=Phase.SAVE), waits(1), waits(2), waits(3))
     assert found is not None and (found.cause, found.guilty, found.certain) == ("order", (0,), True)
     assert "rank 0 is saving, at 'save', after 10 steps (micro-batch 20); ranks 1-3 are in forward" in found.text
+    assert found.others == (1,)  # whose stack is shown, too: of two ranks, either may be the one that should not be there
     assert cause(waits(0), waits(1, "save", phase=Phase.SAVE), world=2) == ("order", (1,), True)
 
 

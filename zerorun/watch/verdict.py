@@ -30,6 +30,7 @@ _MOST_FOLLOWED = 16  # of those who wait: each way takes as long as the collecti
 _END_AFTER_S = 600.0  # that a rank may compute while others wait, unless "hang_timeout_s" is given
 _END_AFTER = 2  # times "hang_timeout_s"
 _COMES_S = 2.0  # in which a rank whose collective is over has a core, and goes on
+_MOST_PLACES = 4  # at which ranks are, that are told
 
 _WORDS = {
     Phase.START: "at its start",
@@ -95,7 +96,8 @@ class Ended:
 class Hang:
     """``guilty``: the ranks that are waited for. ``text``: who, what, since when. ``cause``: one word.
 
-    ``asked_for``: the script has made them wait, by a barrier of its own, say.
+    ``asked_for``: the script has made them wait, by a barrier of its own, say. ``others``: one rank of each other place
+    where ranks are, if it takes the stacks of both to tell who should not be where it is.
     """
 
     cause: str
@@ -103,6 +105,7 @@ class Hang:
     text: str
     certain: bool = True
     asked_for: bool = False
+    others: tuple[int, ...] = ()
 
     def ends_job(self, standing: Mapping[int, Standing]) -> bool:
         """True if the job must not wait any longer. ``standing``: the ranks that do not move now."""
@@ -260,14 +263,15 @@ def _circle(circle: Sequence[Standing], standing: Mapping[int, Standing]) -> Han
     told = "; ".join(
         f"{ranks_in_words([one.rank for one in group])} {'is' if len(group) == 1 else 'are'} {group[0].doing}, "
         f"after {_steps(group[0])}"
-        for group in groups[:4]
+        for group in groups[:_MOST_PLACES]
     )
     seconds = min(map(_waited, circle))
     text = (
         f"ranks have been waiting for each other for {seconds:.0f} s, in different collectives: {told}. "
         "Remedy: let all ranks make the same calls in the same order; what one rank does alone must not need the others."
     )
-    return Hang("order", tuple(one.rank for one in groups[0]), text)
+    others = tuple(group[0].rank for group in groups[1:_MOST_PLACES])
+    return Hang("order", tuple(one.rank for one in groups[0]), text, others=others)
 
 
 def _messages(circle: Sequence[Standing]) -> Hang:
