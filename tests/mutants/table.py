@@ -1375,6 +1375,14 @@ MUTANTS = (
         ("tests/unit/test_checkpointed_surroundings.py", "-k", "change_once"),
     ),
     Mutant(
+        "a-failed-backward-is-nothing-to-drop",
+        "stale",
+        "zerorun/engine/accumulation.py",
+        "    return accumulation.has_begun and torch._C._current_graph_task_id() == -1",
+        "    return False",
+        ("tests/ranks/test_loop_queries.py", "-k", "backward_that_failed"),
+    ),
+    Mutant(
         "small-buffers-are-not-copied",
         "stale",
         "zerorun/activations/buffers.py",

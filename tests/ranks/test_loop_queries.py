@@ -373,6 +373,48 @@ def test_zero_grad_before_each_micro_batch_keeps_those_of_the_step(of_module: bo
         assert not differences(found, plain_step((0, 1), 2))
 
 
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise MemoryError
+
+
+def zero_after_failure(of: str, stage: int) -> Result:
+    """Steps of a loop that leaves out micro-batches whose backward fails in the middle, which it drops as it can."""
+    case, result = CASES["plain"], Result()
+    engine = make_engine(case, make_config(stage, accumulation=2, optimizer="SGD"))
+    middle = [module for module in engine.module.modules() if isinstance(module, nn.Linear)][1]
+
+    def fail() -> None:
+        handle = middle.register_forward_hook(lambda module, given, output: Fails.apply(output))
+        found = case.loss(engine, Place(dist.get_rank(), 5, 0))
+        handle.remove()
+        with pytest.raises(MemoryError):
+            engine.backward(found)
+        {"module": engine.module, "optimizer": engine.optimizer, "engine": engine}[of].zero_grad()
+
+    for step in range(2):
+        fail()
+        for micro in range(2):
+            engine.backward(case.loss(engine, Place(dist.get_rank(), step, micro)))
+            engine.step()
+        result.norms.append(engine.get_global_grad_norm() or 0.0)
+    result.weights = engine.state_dict()
+    engine.destroy()
+    return result
+
+
+@pytest.mark.parametrize("stage", (0, 3))
+@pytest.mark.parametrize("of", ("module", "optimizer", "engine"))
+def test_gradients_of_a_backward_that_failed_are_dropped(of: str, stage: int) -> None:
+    for found in run_ranks(2, zero_after_failure, of, stage):
+        assert not differences(found, plain_step((0, 1), 2))
+
+
 class MaySkip(nn.Module):
     """Gives its input back where it skips: then its weights have no gradients."""
 

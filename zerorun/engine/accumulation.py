@@ -250,6 +250,7 @@ class Accumulation:
         # others, as without a token for its experts.
         self.backwards = 0  # with gradients of parameters, or by the engine's backward()
         self.of_any_kind, self._of_any_kind_seen = 0, 0  # backwards, and those of them that a step() has followed
+        self.has_begun = False  # a backward that has not ended
         self.steps_seen = 0  # backwards of these that a step() has followed
         self._given = 0  # losses
         if self._mode == "sum":
@@ -335,6 +336,7 @@ class Accumulation:
 
     def reduces_now(self) -> bool:
         """A backward begins. Return True if accumulated gradients may be reduced in it."""
+        self.has_begun = True
         self.arrivals.begin()
         if self._is_last is not None:
             return self._is_last
@@ -366,7 +368,7 @@ class Accumulation:
         Those of inputs alone, as of torch.autograd.grad, are no part of the step. Raises StepError if gradients of
         parameters have come without the loss scale.
         """
-        self.of_any_kind += 1
+        self.of_any_kind, self.has_begun = self.of_any_kind + 1, False
         backward = running.innermost()
         counts = self.arrivals.has_gradient or late or (backward is not None and self in backward.heard)
         if self._is_last is None and not counts:
@@ -538,7 +540,7 @@ class ModuleZeroGrad(ReplacedForward):
     """
 
     def __init__(
-        self, module: nn.Module, accumulation: Accumulation, drop: Callable[[], Callable[[], None] | None]
+        self, module: nn.Module, accumulation: Accumulation, drop: Callable[[], Callable[..., None] | None]
     ) -> None:
         """``drop`` returns what drops them; None if the engine is no more."""
         super().__init__(module, "zero_grad")
@@ -546,9 +548,19 @@ class ModuleZeroGrad(ReplacedForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         drop = self._drop()
-        if self._accumulation.of_any_kind and drop is not None:
+        if drop is not None and has_failed(self._accumulation):
+            drop(counted=True)
+        elif drop is not None and self._accumulation.of_any_kind:
             drop()
         self.inner(*args, **kwargs)
+
+
+def has_failed(accumulation: Accumulation) -> bool:
+    """True if the last backward has ended in an exception, so that some of its gradients are there.
+
+    They cannot be told from those of earlier micro-batches, so that whoever drops them drops all, as in PyTorch.
+    """
+    return accumulation.has_begun and torch._C._current_graph_task_id() == -1
 
 
 def is_in_a_step(accumulation: Accumulation) -> bool:
@@ -564,14 +576,19 @@ def warn_of_kept(what: str, backwards: int) -> None:
     )
 
 
-def zero_grad_beside(accumulation: Accumulation) -> Callable[..., None]:
-    """Return what ``optimizer.zero_grad`` is: the optimizer has no gradients between steps, so it drops none."""
+def zero_grad_beside(accumulation: Accumulation, drop: Callable[[], Callable[..., None] | None]) -> Callable[..., None]:
+    """Return what ``optimizer.zero_grad`` is: the optimizer has no gradients between steps, so it drops none.
+
+    But it calls what ``drop`` returns after a backward that has failed, as where a script skips what does not fit.
+    """
     seen = weakref.ref(accumulation)  # scripts may keep the optimizer longer than the engine
 
     def zero_grad(set_to_none: bool = True) -> None:
-        backwards = found.backwards if (found := seen()) is not None else 0
-        if backwards:
-            warn_of_kept("optimizer.zero_grad()", backwards)
+        found, found_drop = seen(), drop()
+        if found is not None and found_drop is not None and has_failed(found):
+            found_drop(counted=True)
+        elif found is not None and found.backwards:
+            warn_of_kept("optimizer.zero_grad()", found.backwards)
 
     return zero_grad
 

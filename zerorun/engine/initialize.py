@@ -390,7 +390,9 @@ def _engine_of(prepared: _Prepared, built: _Built, script: _Script) -> Engine:
             owns_topology=prepared.owns_topology,
         )
         if sharded is not None:
-            runtime.keep([ModuleZeroGrad(model, accumulation, weakref.WeakMethod(engine.zero_grad))])
+            drop = weakref.WeakMethod(engine.zero_grad)
+            runtime.keep([ModuleZeroGrad(model, accumulation, drop)])
+            sharded.give_methods(zero_grad=zero_grad_beside(accumulation, drop))
             runtime.keep([ClipCalls(sharded_model, wanted.gradient_clipping)])
             if not isinstance(model, Pipelined):  # whose script has no turn between a backward and the step
                 runtime.keep([ParamGrad(engine)])
@@ -427,7 +429,7 @@ def _optimizer_of(prepared: _Prepared, built: _Built) -> ShardedOptimizer | None
     plan, units = built.runtime.plan, built.runtime.units
     sharded = shard_optimizer(prepared.raw, plan, units, prepared.comm, copies, refuse_unused=refuses)
     if sharded is not None:
-        sharded.give_methods(zero_grad=zero_grad_beside(built.accumulation), add_param_group=refuse_new_group)
+        sharded.give_methods(add_param_group=refuse_new_group)
     return sharded
 
 

@@ -30,6 +30,7 @@ from ..checkpoint.automatic import resuming_problems
 from ..config.parse import Config, data_parallel_degree, load_config
 from ..config.reader import AUTO
 from ..config.source import read_source
+from ..engine.accumulation import has_failed
 from ..engine.engine import Engine
 from ..engine.initialize import initialize
 from ..errors import CheckpointError, ConfigError, ConfigProblem, StepError
@@ -163,7 +164,7 @@ def _batch_problems(given: dict[str, Any], config: Config, trainer: Trainer) -> 
 def _drop_unused(engine: weakref.ref[Engine], set_to_none: bool = True) -> None:
     """What ``optimizer.zero_grad`` does: drop the gradients that no step has used, as the loop of Lightning has it."""
     found = engine()
-    if found is not None and found.accumulation.of_any_kind:
+    if found is not None and (found.accumulation.of_any_kind or has_failed(found.accumulation)):
         found.zero_grad(counted=True)
 
 
