@@ -83,10 +83,19 @@ def follow(stage: int, precision: str, how: Callable[..., None], folder: Path) -
     """Losses, and weights that are saved right after a tensor was given, as another engine loads them."""
     engine = engine_of(Momentum(how), stage, precision)
     losses = [train(engine, step) for step in range(STEPS)]
-    engine.module.follow(engine.module.query[0].weight, engine.module.key[0].weight)
+    module = engine.module
+    query, key = module.query[0].weight, module.key[0].weight
+    module.follow(query, key)
     shown = engine.state_dict()
     engine.save_checkpoint(folder)
+    for load in (lambda: engine.load_checkpoint(folder), lambda: engine.load_state_dict(shown)):
+        module.follow(query, key)
+        load()
+        assert all(torch.equal(shown[name], value) for name, value in engine.state_dict().items())
+    module.follow(query, key)
+    newest = key.clone()
     engine.destroy()
+    assert torch.equal(key, newest)
     other = engine_of(Momentum(how), stage, precision)
     other.load_checkpoint(folder)
     loaded = other.state_dict()

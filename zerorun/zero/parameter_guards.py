@@ -20,7 +20,7 @@ from ..distributed.device import on_host
 from ..errors import ModelError, ReleasedParameterError, StepError
 from ..log import listed, warn_once
 from ..plan.parameter_kinds import repacking
-from .flat_group import edited, shows_copy
+from .flat_group import FlatGroup, edited, shows_copy
 from .gathers import ExecutionTrace
 from .placeholders import AWAY, ReadWatch, storage_key, tensors_in
 from .unit import Unit
@@ -160,21 +160,29 @@ class ScriptGuard:
         """Warn of what a script does in vain, and do not raise, as where it was made for DeepSpeed."""
         self.is_lenient = True
 
-    def refuse_replaced(self) -> None:
-        """Raise ModelError if a parameter has another tensor than the engine's. A frozen one that is always here may.
+    def take_in_replaced(self) -> list[tuple[FlatGroup, int]]:
+        """Take in the values of tensors that a script has put into the place of frozen ones; return all other such places.
 
-        Momentum encoders give their weights new tensors in each forward: such a parameter takes their values.
+        Momentum encoders give their weights new tensors in each step.
         """
-        for group, entry in (found for unit in self._units for found in unit.replaced()):
-            if id(group.params[entry]) not in self.held and not group.take_in(entry):
-                instead = "its dtype is what it was, so leave out the call, or the option"
-                if group.params[entry].dtype != group.plan.dtype:
-                    instead = "to compute in 16 bits, set bf16 or fp16 in the configuration"
-                raise ModelError(
-                    f"parameter {group.names[entry]!r} was given another tensor after initialize(), by param.data = ... or "
-                    "by a call like model.half() or model.to(...), which Trainer makes for bf16_full_eval and "
-                    f"fp16_full_eval; its optimizer does not know. Remedy: {_BY_COPY}; {instead}."
-                )
+        replaced = (found for unit in self._units for found in unit.replaced())
+        return [
+            (group, entry)
+            for group, entry in replaced
+            if id(group.params[entry]) not in self.held and not group.take_in(entry)
+        ]
+
+    def refuse_replaced(self) -> None:
+        """Raise ModelError if a parameter has another tensor than the engine's. A frozen one that is always here may."""
+        for group, entry in self.take_in_replaced():
+            instead = "its dtype is what it was, so leave out the call, or the option"
+            if group.params[entry].dtype != group.plan.dtype:
+                instead = "to compute in 16 bits, set bf16 or fp16 in the configuration"
+            raise ModelError(
+                f"parameter {group.names[entry]!r} was given another tensor after initialize(), by param.data = ... or "
+                "by a call like model.half() or model.to(...), which Trainer makes for bf16_full_eval and "
+                f"fp16_full_eval; its optimizer does not know. Remedy: {_BY_COPY}; {instead}."
+            )
 
     def refuse_edits(self, *, surely: bool = False) -> None:
         """Raise ReleasedParameterError if a script has written in place to parameters that have masters beside them.

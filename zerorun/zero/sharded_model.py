@@ -420,9 +420,10 @@ class ShardedModel:
             self.runtime.made.states.bring_back(*kinds)
 
     def make_ready(self) -> None:
-        """Finish updates, and bring back everything that is away."""
+        """Finish updates, bring back everything that is away, and take in what a script has put in a frozen one's place."""
         self.finish_updates()
         self.bring_back()
+        self.runtime.guard.take_in_replaced()
 
     def _drain(self) -> None:
         """Wait for the gradients that are on their way to host memory."""
