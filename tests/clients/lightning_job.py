@@ -249,6 +249,21 @@ def evaluated(trainer: Callable[..., Trainer], model: Model, data: Any, folder: 
     return {**found, "log after it": model.log_of_losses}
 
 
+def averaged(trainer: Callable[..., Trainer], data: Any, folder: str) -> dict[str, Any]:
+    """The weights of a run with averages that goes on from its directory, and how the averages of that are tested."""
+
+    def given() -> list[Callback]:
+        return [EMAWeightAveraging(decay=0.5), ModelCheckpoint(f"{folder}/ema", save_last=True)]
+
+    last, used = f"{folder}/ema/last.ckpt", Model("evaluation")
+    trainer(1, callbacks=given()).fit(used, data)
+    dist.barrier()
+    tested = trainer(1).test(used, DataLoader(Sentences(8), batch_size=2), last, verbose=False)
+    trainer(2, callbacks=given()).fit(used, data, ckpt_path=last)
+    weights = [float(value.double().sum()) for value in used.state_dict().values()]
+    return {"averages": weights, "test of averages": tested[0]["validation"]}
+
+
 def interrupted(trainer: Callable[..., Trainer], model: Model, data: Any) -> dict[str, Any]:
     """What a module is after exceptions in its training and in its evaluation, and what fit() does with it after these."""
     held_back, found = DataLoader(Sentences(8), batch_size=2), dict[str, Any]()
@@ -316,6 +331,8 @@ def train(cell: str, stage: int | None, folder: str) -> dict[str, Any]:
         found["told of a late checkpoint"] = bool(told) == isinstance(used.strategy, ZerorunStrategy)
         dist.barrier()
         found |= evaluated(trainer, model, data, folder)
+        if stage != 3:  # where it is refused
+            found |= averaged(trainer, data, folder)
     if cell == "interrupted":
         found |= interrupted(trainer, model, data)
     if cell == "weights only":

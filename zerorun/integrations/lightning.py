@@ -36,6 +36,7 @@ from ..engine.initialize import initialize
 from ..errors import CheckpointError, ConfigError, ConfigProblem, StepError
 from ..log import warn_once
 from ..zero.gathered_parameters import GatheredParameters
+from ..zero.value_access import full_state_dict
 
 _CLIPPING = 'say the norm to Trainer(gradient_clip_val=...), or as "gradient_clipping" in the file, and leave out the call.'
 _BY_HAND = 'say the norm as "gradient_clipping" in the file, and leave out the call.'  # the Trainer refuses it then
@@ -404,7 +405,9 @@ class ZerorunStrategy(DDPStrategy):
                 )
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif "optimizer_states" in checkpoint:
-            kept = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+            # A callback may have put averages there, where there was nothing.
+            left_out = ("optimizer_states",) if checkpoint["state_dict"] else ("optimizer_states", "state_dict")
+            kept = {key: value for key, value in checkpoint.items() if key not in left_out}
             # Lightning also saves between micro-batches, after a resume or by time, and leaves their gradients out.
             engine.save_checkpoint(filepath, tag=TAG, client_state=kept, unfinished_step=True)
         else:
@@ -428,11 +431,17 @@ class ZerorunStrategy(DDPStrategy):
         _, state = self.engine.load_checkpoint(  # also in the DeepSpeed mode the engine's random numbers go on
             checkpoint_path, tag=TAG, load_module_only=only_weights, load_random_numbers=True
         )
-        return dict(state or {})
+        state = dict(state or {})
+        if "current_model_state" in state and not only_weights:  # a callback that keeps averages loads these once more
+            state["current_model_state"] = full_state_dict(self.engine.sharded_model, exact=not self._is_in_16_bits)
+        return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the weights of a file. Those of a directory the engine has loaded."""
+        """Load the weights of a file, or the averages of a directory where there is no training to go on with.
+
+        The weights of a directory the engine has loaded.
+        """
         assert self.lightning_module is not None
-        if "state_dict" in checkpoint:
+        if "state_dict" in checkpoint and self.engine.optimizer is None:
             with GatheredParameters(list(self.lightning_module.parameters()), modifier_rank=0):
                 super().load_model_state_dict(checkpoint, strict)
