@@ -319,6 +319,12 @@ class _Pass:
             raise StopIteration
         if newest:
             owner.position, owner._dataset_state = found[0], None
+        else:
+            warn_once(
+                "an iterator of the engine's data loader is read on although a newer one was begun, and checkpoints have "
+                "the position of the newest: a run that goes on from one leaves out the rest of this pass. Remedy: to look "
+                "at a sample in between, take it from the dataset, as in dataset[0], or make a DataLoader of your own."
+            )
         self.given = True
         return found[1]
 
