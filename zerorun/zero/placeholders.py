@@ -107,8 +107,9 @@ def explained_reads(released: Callable[[], tuple[str, str] | None]) -> Iterator[
         raise ModelError(
             "a backward needs weights of a unit that are not on this rank, and no output of the unit has called for them: "
             "the loss depends on something that its forward computes on the way and that is kept where it is not found at "
-            "stage 3, such as in a list of the script. Remedy: keep it as an attribute of the module, or get it by a "
-            "forward hook of a layer, or let the forward return it; or use stage 2."
+            "stage 3, such as in a list of the script, or in an attribute that the first forwards left empty. Remedy: "
+            "keep it as an attribute of the module from the first forward on, or get it by a forward hook of a layer, or "
+            "let the forward return it; or use stage 2."
         ) from error
 
 
