@@ -331,9 +331,9 @@ class Saving(Outcomes):
         if is_in_a_step(self.accumulation):
             warn_once(
                 "save_checkpoint() in the middle of a step: gradients of the micro-batches since the last update are not "
-                "in the checkpoint, and a run that goes on from it begins this step anew, with the data after theirs. "
-                "Here the step goes on. Remedy, "
-                "if they should count there: save after a step() that updates the weights."
+                "in the checkpoint, and a run that goes on from it begins this step anew; the engine's own data loader "
+                "goes on after them. Here the step goes on. Remedy, if they should count there: save after a step() that "
+                "updates the weights."
             )
 
     def _refuse_unfinished_step(self) -> None:
