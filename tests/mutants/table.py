@@ -5772,4 +5772,12 @@ MUTANTS = (
         "        return False",
         ("tests/unit/test_tensor_parallel_plans.py", "-k", "does_between_blocks"),
     ),
+    Mutant(
+        "a-schedule-begins-at-the-rate-of-the-checkpoint",
+        "stale",
+        "zerorun/checkpoint/load.py",
+        "                left = frozenset() if schedule is None else of_schedule(schedule, number, group, stored)",
+        "                left = frozenset()",
+        ("tests/ranks/test_half_loaded.py", "-k", "starts_from_the_beginning and Cosine"),
+    ),
 )

@@ -263,6 +263,54 @@ def test_a_schedule_of_another_kind_is_refused_before_anything_changes(kinds: li
     run_ranks(2, other_schedule, str(tmp_path), kinds)
 
 
+def rates(engine: zerorun.Engine, first: int, count: int) -> list[Any]:
+    """The rate and the momentum of each of ``count`` steps."""
+    found = []
+    for step in range(first, first + count):
+        (group,) = engine.optimizer.param_groups
+        found.append((float(group["lr"]), group["betas"][0]))
+        train(engine, step, 1)
+    return found
+
+
+# Schedules that go on from the rate of the group, and those that let momentum cycle as well.
+BEGUN_ANEW: dict[str, dict[str, Any]] = {
+    "CosineAnnealingLR": {"T_max": 4},
+    "PolynomialLR": {"total_iters": 4},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 9},
+    "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3},
+}
+
+
+def begin_schedule_anew(folder: str, kind: str) -> tuple[list[Any], list[Any], list[Any]]:
+    """(rates from the start, those of a new engine after a load without the schedule, and of one that has trained)."""
+    config = make_config(1, scheduler={"type": kind, "params": BEGUN_ANEW[kind]})
+    config["optimizer"]["params"]["lr"] = 0.01
+    engine = make(0, config)
+    whole = rates(engine, 0, 4)
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.25  # no setting of the schedule: it comes from the checkpoint
+    engine.save_checkpoint(folder)
+    whole += rates(engine, 4, 2)
+    engine.destroy()
+    engine = make(0, config)
+    engine.load_checkpoint(folder, load_scheduler=False)
+    assert engine.optimizer.param_groups[0]["weight_decay"] == 0.25
+    anew = rates(engine, 4, 2)
+    engine.load_checkpoint(folder, load_scheduler=False)
+    anew += rates(engine, 4, 2)
+    engine.load_checkpoint(folder)
+    gone_on = rates(engine, 4, 2)
+    engine.destroy()
+    return whole, anew, gone_on
+
+
+@pytest.mark.parametrize("kind", BEGUN_ANEW)
+def test_a_schedule_that_is_not_loaded_starts_from_the_beginning(kind: str, tmp_path: Path) -> None:
+    """In an engine that has trained, it goes on from where it is."""
+    for whole, anew, gone_on in run_ranks(1, begin_schedule_anew, str(tmp_path), kind):
+        assert anew == whole[:4] and gone_on == whole[4:]
+
+
 def samples(count: int) -> list[torch.Tensor]:
     return list(torch.randn(count, 6, generator=torch.Generator().manual_seed(count)))
 

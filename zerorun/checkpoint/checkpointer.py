@@ -382,7 +382,8 @@ class Checkpointer:
         lines, half_loaded = [], self.subject.model.half_loaded
         if prepared is not None:
             with half_loaded.loading(reader.path, "optimizer state"):
-                lines.append(f"optimizer {loader.load_optimizer(prepared, ranks)}")
+                anew = None if loads_schedule else self.run.lr_scheduler
+                lines.append(f"optimizer {loader.load_optimizer(prepared, ranks, anew)}")
         with half_loaded.loading(reader.path, "weights"):
             loader.load_weights(ranks)
             ranks.agree(attempt(lambda: loader.load_extra(tensors))[1])

@@ -33,7 +33,7 @@ from .gather import PeerReader
 from .inventory import Contents, Inventory, SavedParameter, ranges_of, together
 from .json_values import decode
 from .matching import NameMap, Wanted, compare_tensors, compare_ties, misfit
-from .param_group_settings import IMPLEMENTATION, VARIANTS, Variant, compare_variants, is_of
+from .param_group_settings import Variant, compare_variants, is_of, of_schedule, take_over
 from .quantised_states import decoded, is_coded, is_scale_set, keeps_blocks, scale_shard, scales
 from .rank_buffers import own_buffers
 from .ranks import Ranks, attempt, leads_stage
@@ -270,12 +270,17 @@ class ModelLoader:
         self._make_states(keys, unpack_scalars(described["scalars"]), prepared)
         return prepared
 
-    def load_optimizer(self, prepared: PreparedOptimizer, ranks: Ranks) -> str:
-        """Read the optimizer's state, and take over its hyperparameters. Collective. Return what was restored, in words."""
+    def load_optimizer(self, prepared: PreparedOptimizer, ranks: Ranks, schedule: Any) -> str:
+        """Read the optimizer's state, and take over its hyperparameters. Collective. Return what was restored, in words.
+
+        ``schedule``: that of this run, if it does not go on from the checkpoint. What it has set stays, then.
+        """
         sharded, problem = self.subject.optimizer, None
         if sharded is not None:
-            for group, stored in zip(sharded.optimizer.param_groups, prepared.groups, strict=True):
-                group.update({k: value for k, value in stored.items() if k not in IMPLEMENTATION and k not in VARIANTS})
+            groups = zip(sharded.optimizer.param_groups, prepared.groups, strict=True)
+            for number, (group, stored) in enumerate(groups):
+                left = frozenset() if schedule is None else of_schedule(schedule, number, group, stored)
+                take_over(group, stored, left)
             for piece, state in prepared.states:
                 sharded.optimizer.state.pop(piece.tensor, None)
                 if state:

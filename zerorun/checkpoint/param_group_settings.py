@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
+from ..optim.lr_schedules import LRSchedule
 from .read import Reader
 from .write_plan import OPTIMIZER
 
@@ -28,6 +29,9 @@ VARIANTS: dict[str, bool | None] = {
     "use_muon": None,
 }
 _NOT_ALWAYS_SAVED = frozenset({"bias_correction", "decoupled_weight_decay", "use_muon"})  # what is not there is not known
+
+# What schedules write into parameter groups, and go on from: those of torch, and of zerorun.
+_OF_SCHEDULES = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 
 # Variants that keep a state which the others do not: (key, value) -> the state.
 _STATES = {
@@ -97,6 +101,22 @@ def compare_variants(
                 "pass load_optimizer=False for fresh moments."
             )
     return others
+
+
+def take_over(own: dict[str, Any], stored: dict[str, Any], left: frozenset[str]) -> None:
+    """Let a parameter group of this run have the ``stored`` settings, but for those under the keys ``left``."""
+    own.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION | VARIANTS.keys() | left})
+
+
+def of_schedule(schedule: Any, number: int, own: dict[str, Any], stored: dict[str, Any]) -> frozenset[str]:
+    """The keys of group ``number`` that ``schedule``, which does not go on from the checkpoint, writes or goes on from.
+
+    Most schedules of torch multiply the rate that the group has. Groups have ``max_momentum`` where the momentum cycles.
+    """
+    cycled = schedule.cycled(number) if isinstance(schedule, LRSchedule) else None
+    if "max_momentum" in own or "max_momentum" in stored:
+        cycled = "betas" if "betas" in own else "momentum"
+    return _OF_SCHEDULES | ({cycled} if cycled else set())
 
 
 def is_of(kind: str, state: str | None) -> bool:
