@@ -5780,4 +5780,28 @@ MUTANTS = (
         "                left = frozenset()",
         ("tests/ranks/test_half_loaded.py", "-k", "starts_from_the_beginning and Cosine"),
     ),
+    Mutant(
+        "estimates-before-a-load-count-after-it",
+        "stale",
+        "zerorun/engine/curvature.py",
+        "        self.interval, self.last, self.without = interval, None, 0",
+        "        self.interval = interval",
+        ("tests/ranks/test_curvature.py", "-k", "of_what_it_loads"),
+    ),
+    Mutant(
+        "half-an-estimate-survives-a-load",
+        "stale",
+        "zerorun/zero/gradient_sets.py",
+        "        self._kept = None",
+        "        pass",
+        ("tests/ranks/test_curvature.py", "-k", "of_what_it_loads"),
+    ),
+    Mutant(
+        "skips-before-a-load-count-after-it",
+        "stale",
+        "zerorun/engine/step_outcomes.py",
+        "        self.skips_in_a_row = 0",
+        "",
+        ("tests/ranks/test_skipped_steps.py", "-k", "ends_the_row"),
+    ),
 )
