@@ -5804,4 +5804,12 @@ MUTANTS = (
         "",
         ("tests/ranks/test_skipped_steps.py", "-k", "ends_the_row"),
     ),
+    Mutant(
+        "no-checksums-in-an-asynchronous-save",
+        "stale",
+        "zerorun/checkpoint/save.py",
+        "        if any(self.ranks.gather(bool(captured.frozen))):",
+        "        if not asynchronous and any(self.ranks.gather(bool(captured.frozen))):",
+        ("tests/ranks/test_half_loaded.py", "-k", "checksums_are_of_the_instant"),
+    ),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -380,6 +381,38 @@ def save_trained(folder: str, precision: str) -> None:
     train(engine, 0, 2)
     engine.save_checkpoint(folder, "adapted", exclude_frozen_parameters=True)
     engine.destroy()
+
+
+def change_behind_a_save(folder: str) -> None:
+    """Frozen weights that change while a checkpoint without them is written, and are then as they were."""
+    engine = make(0, make_config(1))
+    train(engine, 0, 1)
+    hold = threading.Event()
+    engine.checkpointer.saver._write = held_back(hold, engine.checkpointer.saver._write)  # type: ignore[method-assign]
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True, asynchronous=True)
+    weight = engine.module.get_submodule("base").weight
+    assert isinstance(weight, torch.Tensor)
+    with zerorun.zero.GatheredParameters(weight, modifier_rank=0):
+        before = weight.detach().clone()
+        weight.data.add_(1.0)
+    hold.set()
+    engine.wait_for_checkpoint()
+    with zerorun.zero.GatheredParameters(weight, modifier_rank=0):
+        weight.data.copy_(before)
+    engine.load_checkpoint(folder)
+    engine.destroy()
+
+
+def held_back(hold: threading.Event, write: Callable[..., Path]) -> Callable[..., Path]:
+    def wait(*arguments: Any) -> Path:
+        hold.wait(20)
+        return write(*arguments)
+
+    return wait
+
+
+def test_checksums_are_of_the_instant_of_the_call(tmp_path: Path) -> None:
+    run_ranks(2, change_behind_a_save, str(tmp_path))
 
 
 def load_over(folder: str, seed: int, how: str, strict: bool) -> tuple[str, bool]:
