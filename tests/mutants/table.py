@@ -5812,4 +5812,20 @@ MUTANTS = (
         "        if not asynchronous and any(self.ranks.gather(bool(captured.frozen))):",
         ("tests/ranks/test_half_loaded.py", "-k", "checksums_are_of_the_instant"),
     ),
+    Mutant(
+        "what-steps-have-added-to-groups-stays",
+        "stale",
+        "zerorun/checkpoint/param_group_settings.py",
+        "        del own[key]",
+        "        pass",
+        ("tests/ranks/test_half_loaded.py", "-k", "steps_have_added"),
+    ),
+    Mutant(
+        "what-steps-have-added-to-the-state-stays",
+        "stale",
+        "zerorun/checkpoint/load.py",
+        "                del sharded.optimizer.state[key]",
+        "                pass",
+        ("tests/ranks/test_half_loaded.py", "-k", "steps_have_added"),
+    ),
 )

@@ -286,7 +286,7 @@ BEGUN_ANEW: dict[str, dict[str, Any]] = {
 def begin_schedule_anew(folder: str, kind: str) -> tuple[list[Any], list[Any], list[Any]]:
     """(rates from the start, those of a new engine after a load without the schedule, and of one that has trained)."""
     config = make_config(1, scheduler={"type": kind, "params": BEGUN_ANEW[kind]})
-    config["optimizer"]["params"]["lr"] = 0.01
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
     engine = make(0, config)
     whole = rates(engine, 0, 4)
     engine.optimizer.param_groups[0]["weight_decay"] = 0.25  # no setting of the schedule: it comes from the checkpoint
@@ -310,6 +310,41 @@ def test_a_schedule_that_is_not_loaded_starts_from_the_beginning(kind: str, tmp_
     """In an engine that has trained, it goes on from where it is."""
     for whole, anew, gone_on in run_ranks(1, begin_schedule_anew, str(tmp_path), kind):
         assert anew == whole[:4] and gone_on == whole[4:]
+
+
+class Slowing(torch.optim.SGD):
+    """Divides the rate by what its steps add to groups and to its state."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index, call-overload, operator]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / (group["steps"] + self.state["steps"]))  # type: ignore[index]
+
+
+def load_the_start(folder: str) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    module, config = Layers(), make_config(1)
+    del config["optimizer"]
+    optimizer = Slowing([{"params": list(module.parameters()), "lr": 0.1, "name": "all"}])
+    engine = zerorun.initialize(module, config, optimizer=optimizer)
+    engine.save_checkpoint(folder)
+    losses = train(engine, 0, 3)
+    engine.load_checkpoint(folder)
+    assert engine.optimizer.param_groups[0]["name"] == "all"
+    again = train(engine, 0, 3)
+    engine.destroy()
+    return losses, again
+
+
+def test_what_steps_have_added_goes_with_a_load_of_the_start(tmp_path: Path) -> None:
+    for losses, again in run_ranks(1, load_the_start, str(tmp_path)):
+        assert losses == again
 
 
 def samples(count: int) -> list[torch.Tensor]:

@@ -38,7 +38,7 @@ from .quantised_states import decoded, is_coded, is_scale_set, keeps_blocks, sca
 from .rank_buffers import own_buffers
 from .ranks import Ranks, attempt, leads_stage
 from .read import Read, Reader
-from .save import unpack_scalars, unpack_values
+from .save import states_apart, unpack_scalars, unpack_values
 from .tensorfile import dtype_of
 from .write_plan import BUFFER, MASTER, MODEL, OPTIMIZER, RESIDUAL
 
@@ -280,11 +280,13 @@ class ModelLoader:
             groups = zip(sharded.optimizer.param_groups, prepared.groups, strict=True)
             for number, (group, stored) in enumerate(groups):
                 left = frozenset() if schedule is None else of_schedule(schedule, number, group, stored)
-                take_over(group, stored, left)
+                take_over(group, stored, left, self.inventory.settings[number])
             for piece, state in prepared.states:
                 sharded.optimizer.state.pop(piece.tensor, None)
                 if state:
                     sharded.optimizer.state[piece.tensor].update(state)
+            for key in states_apart(sharded.optimizer.state).keys() - prepared.apart.keys():
+                del sharded.optimizer.state[key]
             sharded.optimizer.state.update(prepared.apart)  # type: ignore[arg-type]
             _, problem = attempt(lambda: _load_more(sharded.optimizer, prepared.more))
         ranks.agree(problem)

@@ -103,9 +103,17 @@ def compare_variants(
     return others
 
 
-def take_over(own: dict[str, Any], stored: dict[str, Any], left: frozenset[str]) -> None:
-    """Let a parameter group of this run have the ``stored`` settings, but for those under the keys ``left``."""
-    own.update({key: value for key, value in stored.items() if key not in IMPLEMENTATION | VARIANTS.keys() | left})
+def take_over(
+    own: dict[str, Any], stored: dict[str, Any], left: frozenset[str] = frozenset(), first: frozenset[str] = frozenset()
+) -> None:
+    """Let a parameter group of this run have the ``stored`` settings, but for those under the keys ``left``.
+
+    What steps have added to the group, and is not stored, goes, as with torch. ``first``: the keys that it began with.
+    """
+    of_run = IMPLEMENTATION | VARIANTS.keys()
+    for key in own.keys() - stored.keys() - of_run - first - _OF_SCHEDULES:
+        del own[key]
+    own.update({key: value for key, value in stored.items() if key not in of_run | left})
 
 
 def of_schedule(schedule: Any, number: int, own: dict[str, Any], stored: dict[str, Any]) -> frozenset[str]:
