@@ -5828,4 +5828,12 @@ MUTANTS = (
         "                pass",
         ("tests/ranks/test_half_loaded.py", "-k", "steps_have_added"),
     ),
+    Mutant(
+        "tags-of-two-engines-are-advised",
+        "remedy",
+        "zerorun/checkpoint/checkpointer.py",
+        '            "to stay: give each engine a directory of its own (checkpoint.keep_last counts all tags of one together)."',
+        '            "to stay: give each engine tags of its own."',
+        ("tests/ranks/test_checkpoint_folders.py", "-k", "what_another_one_has_saved"),
+    ),
 )

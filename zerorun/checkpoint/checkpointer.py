@@ -554,7 +554,7 @@ def _tell_of_another(path: Path, saver: Saver) -> None:
     if _last_to_save.get(path, saver) is not saver:
         warn_once(
             f"{path}, which another engine of this script has saved, is replaced by this engine's. Remedy, if both are "
-            "to stay: give each engine a directory or tags of its own."
+            "to stay: give each engine a directory of its own (checkpoint.keep_last counts all tags of one together)."
         )
     _last_to_save[path] = saver
 

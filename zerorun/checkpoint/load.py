@@ -33,7 +33,7 @@ from .gather import PeerReader
 from .inventory import Contents, Inventory, SavedParameter, ranges_of, together
 from .json_values import decode
 from .matching import NameMap, Wanted, compare_tensors, compare_ties, misfit
-from .param_group_settings import Variant, compare_variants, is_of, of_schedule, take_over
+from .param_group_settings import FRESH_MOMENTS, Variant, compare_variants, is_of, of_schedule, take_over
 from .quantised_states import decoded, is_coded, is_scale_set, keeps_blocks, scale_shard, scales
 from .rank_buffers import own_buffers
 from .ranks import Ranks, attempt, leads_stage
@@ -235,14 +235,13 @@ class ModelLoader:
             if self.wanted.allows("optimizer"):
                 return None
             raise CheckpointError(
-                f"{self.reader.path} has no optimizer state. Remedy: pass load_optimizer=False, or "
-                'allow_missing=["optimizer"], to begin with fresh moments.'
+                f'{self.reader.path} has no optimizer state. Remedy: pass allow_missing=["optimizer"], or {FRESH_MOMENTS}'
             )
         lost = [repr(key) for key in described.get("states", []) if f"{OPTIMIZER}{key}" not in self.reader.sets]
         if lost and self.wanted.allows("optimizer"):
             return None
         if lost:
-            raise misfit(self.reader, "lacks, of the optimizer,", lost, "pass load_optimizer=False for fresh moments.")
+            raise misfit(self.reader, "lacks, of the optimizer,", lost, FRESH_MOMENTS)
         groups = {name: group for found in ranks.gather(self.inventory.groups()) for name, group in found.items()}
         prepared, problem = attempt(lambda: self._prepare(described, groups, tensors))
         ranks.agree(problem)
@@ -453,7 +452,7 @@ class ModelLoader:
             there, coded = self.reader.tensor(kind, name), is_coded(self.reader, kind, name)
             if there.shape != home.shape:
                 found = [f"{kind} of {name!r} with shape {list(there.shape)}, not {list(home.shape)}"]
-                raise misfit(self.reader, "has, of the optimizer,", found, "pass load_optimizer=False for fresh moments.")
+                raise misfit(self.reader, "has, of the optimizer,", found, FRESH_MOMENTS)
             if isinstance(here, Blocks) and coded and keeps_blocks(home.shard):
                 end, beside = run.offset + run.numel, scale_shard(home.shard) if home.shard is not None else None
                 scale = here.scale[run.offset // BLOCK : -(-end // BLOCK)]

@@ -33,6 +33,9 @@ _NOT_ALWAYS_SAVED = frozenset({"bias_correction", "decoupled_weight_decay", "use
 # What schedules write into parameter groups, and go on from: those of torch, and of zerorun.
 _OF_SCHEDULES = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
 
+# A remedy.
+FRESH_MOMENTS = "pass load_optimizer=False: a new engine has fresh moments then, and one that has trained keeps its own."
+
 # Variants that keep a state which the others do not: (key, value) -> the state.
 _STATES = {
     ("amsgrad", True): "max_exp_avg_sq",
@@ -98,14 +101,12 @@ def compare_variants(
                 f"{reader.path} was saved with {variant.key} {variant.stored} in parameter group {variant.group}, and this "
                 f"run has {variant.key} {variant.own}, which {reason}. Remedy: set {variant.key} to "
                 f"{str(variant.stored).lower()} in optimizer.params of the configuration, or in the parameter group, or "
-                "pass load_optimizer=False for fresh moments."
+                + FRESH_MOMENTS
             )
     return others
 
 
-def take_over(
-    own: dict[str, Any], stored: dict[str, Any], left: frozenset[str] = frozenset(), first: frozenset[str] = frozenset()
-) -> None:
+def take_over(own: dict[str, Any], stored: dict[str, Any], left: frozenset[str], first: frozenset[str]) -> None:
     """Let a parameter group of this run have the ``stored`` settings, but for those under the keys ``left``.
 
     What steps have added to the group, and is not stored, goes, as with torch. ``first``: the keys that it began with.
