@@ -5836,4 +5836,12 @@ MUTANTS = (
         '            "to stay: give each engine tags of its own."',
         ("tests/ranks/test_checkpoint_folders.py", "-k", "what_another_one_has_saved"),
     ),
+    Mutant(
+        "a-schedule-without-a-state-is-not-told-of",
+        "swallowed",
+        "zerorun/checkpoint/checkpointer.py",
+        "    if schedule is not None and not has_state(schedule):",
+        "    if schedule is None:",
+        ("tests/ranks/test_clients_optimizer.py", "-k", "without_a_state"),
+    ),
 )
