@@ -4399,9 +4399,9 @@ MUTANTS = (
     Mutant(
         "formulas-come-from-the-checkpoint",
         "stale",
-        "zerorun/checkpoint/load.py",
-        "                group.update({k: value for k, value in stored.items() if k not in IMPLEMENTATION and k not in VARIANTS})",
-        "                group.update({k: value for k, value in stored.items() if k not in IMPLEMENTATION})",
+        "zerorun/checkpoint/param_group_settings.py",
+        "    of_run = IMPLEMENTATION | VARIANTS.keys()",
+        "    of_run = IMPLEMENTATION",
         ("tests/ranks/test_saved_optimizers.py", "-k", "updates_as_it_asks_for"),
     ),
     Mutant(
