@@ -135,6 +135,7 @@ def test_an_engine_that_replaces_what_another_one_has_saved_says_so(tmp_path: Pa
     for said in run_ranks(2, save_two_engines, str(tmp_path)):
         assert len(said) == 2 and said[0] == said[1]
         assert f"{tmp_path}/global_step1, which another engine of this script has saved, is replaced" in said[0]
+        assert "give each engine a directory of its own (checkpoint.keep_last counts" in said[0]
 
 
 def test_a_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

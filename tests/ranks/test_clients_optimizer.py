@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.optim import lr_scheduler
 from training import make_config
 
 import zerorun
+from zerorun import log
 from zerorun.errors import ModelError
 
 REFUSED = "optimizer.add_param_group() was called after initialize()"
@@ -182,6 +184,33 @@ def rates(make: Callable[[torch.optim.Optimizer], Any], takes: str) -> list[floa
 @pytest.mark.parametrize("takes", ("an instance", "a callable"))
 def test_schedules_of_the_optimizer_count(make: Callable[[torch.optim.Optimizer], Any], takes: str) -> None:
     assert run_ranks(2, rates, make, takes) == [[0.5, 0.25, 0.125]] * 2
+
+
+def saved_without_a_state(folder: str) -> tuple[list[float], list[float], int]:
+    """(rates of an uninterrupted run, those after a load into a new engine, warnings)"""
+    config, found = make_config(1, optimizer="SGD"), []
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 1.0}}
+    log._warned.clear()
+    engine = zerorun.initialize(build(), config, lr_scheduler=OwnSchedule)
+    step(engine)
+    engine.save_checkpoint(folder)
+    for _ in range(2):
+        assert engine.optimizer is not None
+        rates = []
+        for _ in range(2):
+            step(engine)
+            rates.append(engine.optimizer.param_groups[0]["lr"])
+        found.append(rates)
+        engine.destroy()
+        engine = zerorun.initialize(build(), config, lr_scheduler=OwnSchedule)
+        engine.load_checkpoint(folder)
+    engine.destroy()
+    return found[0], found[1], sum("no state of lr_scheduler=OwnSchedule" in text for text in log._warned)
+
+
+def test_a_schedule_without_a_state_is_told_of_in_a_save(tmp_path: Path) -> None:
+    """The rates of groups are in the checkpoint, so that one which multiplies these goes on."""
+    assert run_ranks(2, saved_without_a_state, str(tmp_path)) == [([0.25, 0.125], [0.25, 0.125], 1)] * 2
 
 
 ONE_CYCLE = {"max_lr": 0.5, "total_steps": 2, "cycle_momentum": False}

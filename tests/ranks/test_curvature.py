@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +176,31 @@ def weighted(stage: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_losses_count_by_their_weights(stage: int) -> None:
     for found, wanted in run_ranks(2, weighted, stage):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-12)
+
+
+def reload(stage: int, folder: str) -> list[Any]:
+    """Run from step 2, with half of an estimate before the last load: uninterrupted, and after loads of it."""
+    case = CASES["plain"]
+    engine, found = make_engine(case, sophia_config(stage, 2)), []
+    for step in range(2):
+        step_with_curvature(engine, case, step, "before")
+    engine.save_checkpoint(folder)
+    for _ in range(3):
+        losses = [step_with_curvature(engine, case, step, "before") for step in (2, 3)]
+        found.append((losses, engine.state_dict(exact=True)))
+        engine.load_checkpoint(folder)
+        engine.backward(curvature_loss(case, engine, Place(dist.get_rank(), 9, 0)), curvature=True)
+        engine.load_checkpoint(folder)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", by_day((0, 1, 2, 3), 2))
+def test_an_engine_takes_the_estimates_of_what_it_loads(stage: int, tmp_path: Path) -> None:
+    for (losses, weights), *others in run_ranks(2, reload, stage, str(tmp_path)):
+        for again, same in others:
+            assert again == losses
+            assert all(torch.equal(value, same[name]) for name, value in weights.items())
 
 
 # -- nothing else changes ----------------------------------------------------------------------------------------------

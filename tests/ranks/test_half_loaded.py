@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -263,6 +264,89 @@ def test_a_schedule_of_another_kind_is_refused_before_anything_changes(kinds: li
     run_ranks(2, other_schedule, str(tmp_path), kinds)
 
 
+def rates(engine: zerorun.Engine, first: int, count: int) -> list[Any]:
+    """The rate and the momentum of each of ``count`` steps."""
+    found = []
+    for step in range(first, first + count):
+        (group,) = engine.optimizer.param_groups
+        found.append((float(group["lr"]), group["betas"][0]))
+        train(engine, step, 1)
+    return found
+
+
+# Schedules that go on from the rate of the group, and those that let momentum cycle as well.
+BEGUN_ANEW: dict[str, dict[str, Any]] = {
+    "CosineAnnealingLR": {"T_max": 4},
+    "PolynomialLR": {"total_iters": 4},
+    "OneCycleLR": {"max_lr": 0.1, "total_steps": 9},
+    "OneCycle": {"cycle_min_lr": 0.01, "cycle_max_lr": 0.1, "cycle_first_step_size": 3},
+}
+
+
+def begin_schedule_anew(folder: str, kind: str) -> tuple[list[Any], list[Any], list[Any]]:
+    """(rates from the start, those of a new engine after a load without the schedule, and of one that has trained)."""
+    config = make_config(1, scheduler={"type": kind, "params": BEGUN_ANEW[kind]})
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+    engine = make(0, config)
+    whole = rates(engine, 0, 4)
+    engine.optimizer.param_groups[0]["weight_decay"] = 0.25  # no setting of the schedule: it comes from the checkpoint
+    engine.save_checkpoint(folder)
+    whole += rates(engine, 4, 2)
+    engine.destroy()
+    engine = make(0, config)
+    engine.load_checkpoint(folder, load_scheduler=False)
+    assert engine.optimizer.param_groups[0]["weight_decay"] == 0.25
+    anew = rates(engine, 4, 2)
+    engine.load_checkpoint(folder, load_scheduler=False)
+    anew += rates(engine, 4, 2)
+    engine.load_checkpoint(folder)
+    gone_on = rates(engine, 4, 2)
+    engine.destroy()
+    return whole, anew, gone_on
+
+
+@pytest.mark.parametrize("kind", BEGUN_ANEW)
+def test_a_schedule_that_is_not_loaded_starts_from_the_beginning(kind: str, tmp_path: Path) -> None:
+    """In an engine that has trained, it goes on from where it is."""
+    for whole, anew, gone_on in run_ranks(1, begin_schedule_anew, str(tmp_path), kind):
+        assert anew == whole[:4] and gone_on == whole[4:]
+
+
+class Slowing(torch.optim.SGD):
+    """Divides the rate by what its steps add to groups and to its state."""
+
+    elementwise = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.state["steps"] = self.state.get("steps", 0) + 1  # type: ignore[index, call-overload, operator]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=group["lr"] / (group["steps"] + self.state["steps"]))  # type: ignore[index]
+
+
+def load_the_start(folder: str) -> tuple[list[float], list[float]]:
+    torch.manual_seed(0)
+    module, config = Layers(), make_config(1)
+    del config["optimizer"]
+    optimizer = Slowing([{"params": list(module.parameters()), "lr": 0.1, "name": "all"}])
+    engine = zerorun.initialize(module, config, optimizer=optimizer)
+    engine.save_checkpoint(folder)
+    losses = train(engine, 0, 3)
+    engine.load_checkpoint(folder)
+    assert engine.optimizer.param_groups[0]["name"] == "all"
+    again = train(engine, 0, 3)
+    engine.destroy()
+    return losses, again
+
+
+def test_what_steps_have_added_goes_with_a_load_of_the_start(tmp_path: Path) -> None:
+    for losses, again in run_ranks(1, load_the_start, str(tmp_path)):
+        assert losses == again
+
+
 def samples(count: int) -> list[torch.Tensor]:
     return list(torch.randn(count, 6, generator=torch.Generator().manual_seed(count)))
 
@@ -332,6 +416,38 @@ def save_trained(folder: str, precision: str) -> None:
     train(engine, 0, 2)
     engine.save_checkpoint(folder, "adapted", exclude_frozen_parameters=True)
     engine.destroy()
+
+
+def change_behind_a_save(folder: str) -> None:
+    """Frozen weights that change while a checkpoint without them is written, and are then as they were."""
+    engine = make(0, make_config(1))
+    train(engine, 0, 1)
+    hold = threading.Event()
+    engine.checkpointer.saver._write = held_back(hold, engine.checkpointer.saver._write)  # type: ignore[method-assign]
+    engine.save_checkpoint(folder, exclude_frozen_parameters=True, asynchronous=True)
+    weight = engine.module.get_submodule("base").weight
+    assert isinstance(weight, torch.Tensor)
+    with zerorun.zero.GatheredParameters(weight, modifier_rank=0):
+        before = weight.detach().clone()
+        weight.data.add_(1.0)
+    hold.set()
+    engine.wait_for_checkpoint()
+    with zerorun.zero.GatheredParameters(weight, modifier_rank=0):
+        weight.data.copy_(before)
+    engine.load_checkpoint(folder)
+    engine.destroy()
+
+
+def held_back(hold: threading.Event, write: Callable[..., Path]) -> Callable[..., Path]:
+    def wait(*arguments: Any) -> Path:
+        hold.wait(20)
+        return write(*arguments)
+
+    return wait
+
+
+def test_checksums_are_of_the_instant_of_the_call(tmp_path: Path) -> None:
+    run_ranks(2, change_behind_a_save, str(tmp_path))
 
 
 def load_over(folder: str, seed: int, how: str, strict: bool) -> tuple[str, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -157,6 +158,26 @@ def test_a_static_scale_skips_as_a_dynamic_one_does(bad_loss: bool) -> None:
         assert all(torch.equal(a, b) for a, b in zip(weights, weights_of_dynamic, strict=True))
     why = "gradients overflow in fp16 with the static loss scale 128; 10 such steps in a row are an error"
     assert [line for line in static[0][2] if "skipped" in line] == [f"step {n} skipped: {why}" for n in (2, 3, 5)]
+
+
+def overflows_until_it_loads(folder: str) -> list[int]:
+    """The steps from each load to the error."""
+    engine, found = zerorun.initialize(nn.Linear(4, 1), {**make_config(1), **STATIC}), []
+    step(engine, False)
+    engine.save_checkpoint(folder)
+    for _ in range(2):
+        engine.load_checkpoint(folder)
+        with pytest.raises(LossScaleError):
+            while engine.global_steps < 30:
+                step(engine, True)
+                engine.settle()
+        found.append(engine.global_steps)
+    engine.destroy()
+    return found
+
+
+def test_a_load_ends_the_row_of_overflows(tmp_path: Path) -> None:
+    assert run_ranks(2, overflows_until_it_loads, str(tmp_path)) == [[11, 11], [11, 11]]
 
 
 def overflows_for_ever() -> tuple[int, str, bool]:

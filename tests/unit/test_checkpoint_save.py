@@ -16,7 +16,8 @@ from zerorun.checkpoint.write_plan import MODEL
 
 
 def saver() -> Saver:
-    return Saver(SimpleNamespace(close=lambda: None, agree=lambda problem: None), None)  # type: ignore[arg-type]
+    alone = SimpleNamespace(close=lambda: None, agree=lambda problem: None, gather=lambda value: [value])
+    return Saver(alone, None)  # type: ignore[arg-type]
 
 
 def captured(*tensors: torch.Tensor) -> Captured:

@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ..data import EpochLoader
+from ..data import EpochLoader, has_state
 from ..errors import CheckpointError, DamagedError, ZerorunError
 from ..log import is_rank_zero, listed, logger, warn_once
 from ..optim.loss_scaler import LossScaler
@@ -270,7 +270,7 @@ class Checkpointer:
         }
         if run.config.scales_loss:
             manifest.loss_scale = asdict(run.scaler)
-        if run.lr_scheduler is not None:
+        if _is_kept(run.lr_scheduler):
             manifest.scheduler = encode(run.lr_scheduler.state_dict(), tensors, "scheduler")
             manifest.scheduler_kind = _kind_of(run.lr_scheduler)
         manifest.client_state = encode(client_state, tensors, "client_state")
@@ -382,7 +382,9 @@ class Checkpointer:
         lines, half_loaded = [], self.subject.model.half_loaded
         if prepared is not None:
             with half_loaded.loading(reader.path, "optimizer state"):
-                lines.append(f"optimizer {loader.load_optimizer(prepared, ranks)}")
+                goes_on = loads_schedule or (wanted.scheduler and not has_state(self.run.lr_scheduler))
+                anew = None if goes_on else self.run.lr_scheduler
+                lines.append(f"optimizer {loader.load_optimizer(prepared, ranks, anew)}")
         with half_loaded.loading(reader.path, "weights"):
             loader.load_weights(ranks)
             ranks.agree(attempt(lambda: loader.load_extra(tensors))[1])
@@ -425,7 +427,7 @@ class Checkpointer:
         if wanted.weights_only:
             return
         components = {
-            "scheduler": run.lr_scheduler is not None and wanted.scheduler and manifest.scheduler is None,
+            "scheduler": manifest.scheduler is None and wanted.scheduler and _is_kept(run.lr_scheduler),
             "data": hasattr(run.dataloader, "state_dict") and not self._has_position(manifest),
             "rng": wanted.random_numbers and manifest.rng is None,
         }
@@ -498,7 +500,7 @@ def _loads_schedule(schedule: Any, reader: Reader, wanted: Wanted, tensors: dict
     Schedules take any state, and some would begin anew with it. If ``wanted`` allows that, this one does.
     """
     manifest, asked = reader.manifest, wanted.scheduler and not wanted.weights_only
-    if manifest is None or schedule is None or manifest.scheduler is None or not asked:
+    if manifest is None or manifest.scheduler is None or not asked or not _is_kept(schedule):
         return False
     stored, live = (_public(state) for state in (decode(manifest.scheduler, tensors), schedule.state_dict()))
     kinds = manifest.scheduler_kind, _kind_of(schedule)
@@ -517,6 +519,17 @@ def _loads_schedule(schedule: Any, reader: Reader, wanted: Wanted, tensors: dict
     if is_rank_zero():
         logger.warning("%s It begins anew.", what)
     return False
+
+
+def _is_kept(schedule: Any) -> bool:
+    """True if there is a schedule, and checkpoints have its state. Tell of one that cannot be asked for it."""
+    if schedule is not None and not has_state(schedule):
+        warn_once(
+            f"checkpoints have no state of lr_scheduler={type(schedule).__name__}, which has not both state_dict() and "
+            "load_state_dict(): a run that goes on from one has the rates of then, and a schedule that begins anew. "
+            "Remedy: give it both, or pass one of torch.optim.lr_scheduler."
+        )
+    return has_state(schedule)
 
 
 def _kind_of(schedule: Any) -> str | None:
@@ -553,7 +566,7 @@ def _tell_of_another(path: Path, saver: Saver) -> None:
     if _last_to_save.get(path, saver) is not saver:
         warn_once(
             f"{path}, which another engine of this script has saved, is replaced by this engine's. Remedy, if both are "
-            "to stay: give each engine a directory or tags of its own."
+            "to stay: give each engine a directory of its own (checkpoint.keep_last counts all tags of one together)."
         )
     _last_to_save[path] = saver
 

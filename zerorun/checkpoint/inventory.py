@@ -153,12 +153,15 @@ class Inventory:
     homes: dict[str, SavedParameter] = field(default_factory=dict)  # parameters, in the order of the state dict
     aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
     apart: dict[str, torch.Tensor] = field(default_factory=dict)  # what is in no unit
+    settings: list[frozenset[str]] = field(default_factory=list)  # the keys of each parameter group of the optimizer
     _parameters: set[int] = field(default_factory=set)  # ids of all parameters, and of buffers that count as such
     _named: dict[str, nn.Parameter] = field(default_factory=dict)  # those of the module
 
     @classmethod
     def of(cls, subject: Subject) -> Inventory:
         made = cls(subject)
+        if subject.optimizer is not None:
+            made.settings += map(frozenset, subject.optimizer.optimizer.param_groups)
         shards, copies = subject.parts.shards, subject.parts.copies
         by_id = {
             id(param): SavedParameter(unit, flat_group, entry, shards.get(id(param)))

@@ -33,12 +33,12 @@ from .gather import PeerReader
 from .inventory import Contents, Inventory, SavedParameter, ranges_of, together
 from .json_values import decode
 from .matching import NameMap, Wanted, compare_tensors, compare_ties, misfit
-from .param_group_settings import IMPLEMENTATION, VARIANTS, Variant, compare_variants, is_of
+from .param_group_settings import FRESH_MOMENTS, Variant, compare_variants, is_of, of_schedule, take_over
 from .quantised_states import decoded, is_coded, is_scale_set, keeps_blocks, scale_shard, scales
 from .rank_buffers import own_buffers
 from .ranks import Ranks, attempt, leads_stage
 from .read import Read, Reader
-from .save import unpack_scalars, unpack_values
+from .save import states_apart, unpack_scalars, unpack_values
 from .tensorfile import dtype_of
 from .write_plan import BUFFER, MASTER, MODEL, OPTIMIZER, RESIDUAL
 
@@ -235,14 +235,13 @@ class ModelLoader:
             if self.wanted.allows("optimizer"):
                 return None
             raise CheckpointError(
-                f"{self.reader.path} has no optimizer state. Remedy: pass load_optimizer=False, or "
-                'allow_missing=["optimizer"], to begin with fresh moments.'
+                f'{self.reader.path} has no optimizer state. Remedy: pass allow_missing=["optimizer"], or {FRESH_MOMENTS}'
             )
         lost = [repr(key) for key in described.get("states", []) if f"{OPTIMIZER}{key}" not in self.reader.sets]
         if lost and self.wanted.allows("optimizer"):
             return None
         if lost:
-            raise misfit(self.reader, "lacks, of the optimizer,", lost, "pass load_optimizer=False for fresh moments.")
+            raise misfit(self.reader, "lacks, of the optimizer,", lost, FRESH_MOMENTS)
         groups = {name: group for found in ranks.gather(self.inventory.groups()) for name, group in found.items()}
         prepared, problem = attempt(lambda: self._prepare(described, groups, tensors))
         ranks.agree(problem)
@@ -270,16 +269,23 @@ class ModelLoader:
         self._make_states(keys, unpack_scalars(described["scalars"]), prepared)
         return prepared
 
-    def load_optimizer(self, prepared: PreparedOptimizer, ranks: Ranks) -> str:
-        """Read the optimizer's state, and take over its hyperparameters. Collective. Return what was restored, in words."""
+    def load_optimizer(self, prepared: PreparedOptimizer, ranks: Ranks, schedule: Any) -> str:
+        """Read the optimizer's state, and take over its hyperparameters. Collective. Return what was restored, in words.
+
+        ``schedule``: that of this run, if it does not go on from the checkpoint. What it has set stays, then.
+        """
         sharded, problem = self.subject.optimizer, None
         if sharded is not None:
-            for group, stored in zip(sharded.optimizer.param_groups, prepared.groups, strict=True):
-                group.update({k: value for k, value in stored.items() if k not in IMPLEMENTATION and k not in VARIANTS})
+            groups = zip(sharded.optimizer.param_groups, prepared.groups, strict=True)
+            for number, (group, stored) in enumerate(groups):
+                left = frozenset() if schedule is None else of_schedule(schedule, number, group, stored)
+                take_over(group, stored, left, self.inventory.settings[number])
             for piece, state in prepared.states:
                 sharded.optimizer.state.pop(piece.tensor, None)
                 if state:
                     sharded.optimizer.state[piece.tensor].update(state)
+            for key in states_apart(sharded.optimizer.state).keys() - prepared.apart.keys():
+                del sharded.optimizer.state[key]
             sharded.optimizer.state.update(prepared.apart)  # type: ignore[arg-type]
             _, problem = attempt(lambda: _load_more(sharded.optimizer, prepared.more))
         ranks.agree(problem)
@@ -446,7 +452,7 @@ class ModelLoader:
             there, coded = self.reader.tensor(kind, name), is_coded(self.reader, kind, name)
             if there.shape != home.shape:
                 found = [f"{kind} of {name!r} with shape {list(there.shape)}, not {list(home.shape)}"]
-                raise misfit(self.reader, "has, of the optimizer,", found, "pass load_optimizer=False for fresh moments.")
+                raise misfit(self.reader, "has, of the optimizer,", found, FRESH_MOMENTS)
             if isinstance(here, Blocks) and coded and keeps_blocks(home.shard):
                 end, beside = run.offset + run.numel, scale_shard(home.shard) if home.shard is not None else None
                 scale = here.scale[run.offset // BLOCK : -(-end // BLOCK)]

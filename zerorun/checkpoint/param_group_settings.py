@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckpointError
+from ..optim.lr_schedules import LRSchedule
 from .read import Reader
 from .write_plan import OPTIMIZER
 
@@ -28,6 +29,12 @@ VARIANTS: dict[str, bool | None] = {
     "use_muon": None,
 }
 _NOT_ALWAYS_SAVED = frozenset({"bias_correction", "decoupled_weight_decay", "use_muon"})  # what is not there is not known
+
+# What schedules write into parameter groups, and go on from: those of torch, and of zerorun.
+_OF_SCHEDULES = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+
+# A remedy.
+FRESH_MOMENTS = "pass load_optimizer=False: a new engine has fresh moments then, and one that has trained keeps its own."
 
 # Variants that keep a state which the others do not: (key, value) -> the state.
 _STATES = {
@@ -94,9 +101,31 @@ def compare_variants(
                 f"{reader.path} was saved with {variant.key} {variant.stored} in parameter group {variant.group}, and this "
                 f"run has {variant.key} {variant.own}, which {reason}. Remedy: set {variant.key} to "
                 f"{str(variant.stored).lower()} in optimizer.params of the configuration, or in the parameter group, or "
-                "pass load_optimizer=False for fresh moments."
+                + FRESH_MOMENTS
             )
     return others
+
+
+def take_over(own: dict[str, Any], stored: dict[str, Any], left: frozenset[str], first: frozenset[str]) -> None:
+    """Let a parameter group of this run have the ``stored`` settings, but for those under the keys ``left``.
+
+    What steps have added to the group, and is not stored, goes, as with torch. ``first``: the keys that it began with.
+    """
+    of_run = IMPLEMENTATION | VARIANTS.keys()
+    for key in own.keys() - stored.keys() - of_run - first - _OF_SCHEDULES:
+        del own[key]
+    own.update({key: value for key, value in stored.items() if key not in of_run | left})
+
+
+def of_schedule(schedule: Any, number: int, own: dict[str, Any], stored: dict[str, Any]) -> frozenset[str]:
+    """The keys of group ``number`` that ``schedule``, which does not go on from the checkpoint, writes or goes on from.
+
+    Most schedules of torch multiply the rate that the group has. Groups have ``max_momentum`` where the momentum cycles.
+    """
+    cycled = schedule.cycled(number) if isinstance(schedule, LRSchedule) else None
+    if "max_momentum" in own or "max_momentum" in stored:
+        cycled = "betas" if "betas" in own else "momentum"
+    return _OF_SCHEDULES | ({cycled} if cycled else set())
 
 
 def is_of(kind: str, state: str | None) -> bool:

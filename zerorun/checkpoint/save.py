@@ -3,9 +3,10 @@
 [Note: an instant]
 Nothing that a checkpoint holds changes between two steps, so an ordinary save writes tensors from where they are in host
 memory. An asynchronous save first copies this rank's part into host memory of its own, which is kept for the next save, and
-lets training go on; a thread then does exactly what an ordinary save does, but from the copies. Only one save runs at a
-time: the next one waits. An error in the thread is raised by the next call that saves, loads or waits. If there is no such
-call, the process ends with exit code 1.
+lets training go on; a thread then does exactly what an ordinary save does, but from the copies. Frozen weights that are
+left out have no copies: their checksums are made before training goes on, since a script may merge adapters into them at
+once. Only one save runs at a time: the next one waits. An error in the thread is raised by the next call that saves, loads
+or waits. If there is no such call, the process ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ class Saver:
         """
         self.wait()
         self.ranks.agree(attempt(lambda: self._copy(captured, asynchronous=asynchronous))[1])
+        if any(self.ranks.gather(bool(captured.frozen))):
+            captured.manifest.frozen_base = frozen_sums(captured.frozen, captured.order, self.ranks, self._read_peer)
         if not asynchronous:
             return self._write(captured, target)
         if not self._watches_exit:
@@ -175,7 +178,6 @@ class Saver:
         """Copy what must not be where it is, because training goes on, or because others read it."""
         if asynchronous:
             captured.parts = self._stage(captured.parts)
-            captured.frozen = host_copies(captured.frozen)
             captured.copy_tensors()
         elif self._read_peer is not None:  # others read the parts where they lie
             captured.parts = host_copies(captured.parts)
@@ -206,8 +208,6 @@ class Saver:
         target.tag = ranks.first(lambda: target.tag)
         plan = plan_together(captured.parts, captured.order, ranks)
         memory, rests = memory_of_parts(captured.parts)
-        if any(ranks.gather(bool(captured.frozen))):
-            captured.manifest.frozen_base = frozen_sums(captured.frozen, captured.order, ranks, self._read_peer)
         facts = self._gather_facts(captured)
 
         def write() -> dict[str, FileRecord]:

@@ -9,8 +9,10 @@ kept beside those of the step.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,6 +65,12 @@ class CurvatureEstimates:
         self.backwards, self.weight = 0, 0.0
         self.modes.clear()
 
+    def begin_anew(self, interval: int) -> None:
+        """Other weights have been loaded: what is known of estimates so far was of those before."""
+        self.gradients.forget()
+        self.forget()
+        self.interval, self.last, self.without = interval, None, 0
+
     def taken(self, steps: int) -> None:
         """The estimate was given to the optimizer after so many steps."""
         self.last, self.without = steps, 0
@@ -93,8 +101,13 @@ class CurvatureTaking(Tracing):
         """None if the optimizer takes no curvature."""
         if self.sharded is None or not isinstance(self.sharded.optimizer, Sophia):
             return None
-        interval = min(group["update_interval"] for group in self.sharded.optimizer.param_groups)
-        return CurvatureEstimates(interval, OtherGradients(self.sharded_model))
+        return CurvatureEstimates(_interval(self.sharded.optimizer), OtherGradients(self.sharded_model))
+
+    def _load(self, load: Callable[[], tuple[Path | None, dict[str, Any]]]) -> tuple[Path | None, dict[str, Any]]:
+        found = super()._load(load)
+        if found[0] is not None and self._estimates is not None and self.sharded is not None:
+            self._estimates.begin_anew(_interval(self.sharded.optimizer))
+        return found
 
     def _take_curvature(self, loss: torch.Tensor, weight: Any, *, scale_wrt_gas: bool, retain_graph: bool) -> torch.Tensor:
         """The backward of a loss against sampled labels; see ``Engine.backward``."""
@@ -161,3 +174,8 @@ class CurvatureTaking(Tracing):
                 self.global_steps + 1,
                 self.loss_scale,
             )
+
+
+def _interval(sophia: torch.optim.Optimizer) -> int:
+    """An estimate is due in one of so many steps."""
+    return min(group["update_interval"] for group in sophia.param_groups)

@@ -81,8 +81,9 @@ class Progress:
         self.samples -= self.last_samples
 
     def go_on_from(self, global_steps: int, skipped_steps: int, samples: int) -> None:
-        """Continue from the counts of an earlier run."""
+        """Continue from other counts, such as those of an earlier run. A row of skipped steps ends with it."""
         self.global_steps, self.skipped_steps, self.samples = global_steps, skipped_steps, samples
+        self.skips_in_a_row = 0
 
     def skip(self) -> None:
         """Count a step that was not applied."""

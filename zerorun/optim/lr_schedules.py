@@ -255,6 +255,11 @@ class LRSchedule:
                     found[number] = (high, 0.99) if key == "betas" else high
         return found
 
+    def cycled(self, group: int) -> str | None:
+        """The key, "betas" or "momentum", of what goes up and down in the group of this number; None: nothing does."""
+        key = self._momentum_keys[group]
+        return key if isinstance(self.formula, OneCycle) and self.formula.cycles(key) else None
+
     def state_dict(self) -> dict[str, int]:
         """Return the one integer that a checkpoint needs."""
         return {"last_batch_iteration": self.last_batch_iteration}

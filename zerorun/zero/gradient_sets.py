@@ -53,6 +53,10 @@ class OtherGradients:
             for flat_group in unit.trainable:
                 flat_group.forget_gradients()
 
+    def forget(self) -> None:
+        """Forget the others, which are not in use."""
+        self._kept = None
+
     def _exchange(self, come: list[KeptGradients] | None, *, wait: bool = True) -> list[KeptGradients]:
         """``wait``: until no other rank reads these buffers any more."""
         self._model.finish_reductions()
