@@ -117,9 +117,9 @@ class Saver:
         Raises CheckpointError, also that of the preceding asynchronous save.
         """
         self.wait()
+        if asynchronous and any(self.ranks.gather(any(on_host(part.tensor) for part in captured.frozen))):
+            self._sum_frozen(captured)
         self.ranks.agree(attempt(lambda: self._copy(captured, asynchronous=asynchronous))[1])
-        if any(self.ranks.gather(bool(captured.frozen))):
-            captured.manifest.frozen_base = frozen_sums(captured.frozen, captured.order, self.ranks, self._read_peer)
         if not asynchronous:
             return self._write(captured, target)
         if not self._watches_exit:
@@ -178,9 +178,16 @@ class Saver:
         """Copy what must not be where it is, because training goes on, or because others read it."""
         if asynchronous:
             captured.parts = self._stage(captured.parts)
+            captured.frozen = host_copies(captured.frozen)
             captured.copy_tensors()
         elif self._read_peer is not None:  # others read the parts where they lie
             captured.parts = host_copies(captured.parts)
+
+    def _sum_frozen(self, captured: Captured) -> None:
+        """Let the manifest have the checksums of what is left out, once. Collective."""
+        if any(self.ranks.gather(bool(captured.frozen))):
+            captured.manifest.frozen_base = frozen_sums(captured.frozen, captured.order, self.ranks, self._read_peer)
+        captured.frozen = []
 
     def _stage(self, parts: list[TensorPart]) -> list[TensorPart]:
         """Copy ``parts`` into host memory, which is pinned if they are on a GPU, and which is kept for the next save."""
@@ -208,6 +215,7 @@ class Saver:
         target.tag = ranks.first(lambda: target.tag)
         plan = plan_together(captured.parts, captured.order, ranks)
         memory, rests = memory_of_parts(captured.parts)
+        self._sum_frozen(captured)
         facts = self._gather_facts(captured)
 
         def write() -> dict[str, FileRecord]:
