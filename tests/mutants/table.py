@@ -4808,7 +4808,7 @@ MUTANTS = (
         "evaluation-leaves-files-of-weights-out",
         "swallowed",
         "zerorun/integrations/lightning.py",
-        '        if "state_dict" in checkpoint:',
+        '        if "state_dict" in checkpoint and self.engine.optimizer is None:',
         "        if self._engine is None:",
         ("tests/clients/test_mode.py", "-k", "lightning_evaluates"),
     ),
