@@ -35,7 +35,7 @@ from ..errors import ModelError
 from ..log import info_once
 from ..plan.replaced_forwards import ReplacedForward, UnavailableOutput
 from ..tensor_parallel.axis import Axis
-from ..tensor_parallel.random import Streams
+from ..tensor_parallel.random import Streams, any_trains
 from ..tensor_parallel.sequence import with_hidden
 from .attention import AttentionSeam, RunningBlock, running
 from .sequence_rows import SEQUENCE, Rows
@@ -155,7 +155,7 @@ class Division:
             rows = self._rows_again(block, hidden, measure)
         if rows is None:
             return None
-        if block.training:
+        if any_trains((block,)):
             self.streams.enter(hidden.device)
         if hidden.shape[SEQUENCE] == rows.length:  # whole; or one rank has all rows
             args, kwargs = with_hidden(rows.cut(hidden), args, kwargs)

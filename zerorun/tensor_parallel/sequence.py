@@ -20,6 +20,7 @@ sequence, too. So the first forward looks whether a block gets what the one befo
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ..distributed.tensor_shard import even_range
 from ..errors import ModelError
 from ..plan.units import layerdrop_of
 from .collectives import SEQUENCE, Region, gather_sequence, split_sequence
+from .random import any_trains
 from .styles import COLUMN, HOOKED, ParallelPlan
 
 _POSITION_WISE = ("layernorm", "rmsnorm")  # in the lower-case names of classes
@@ -58,7 +60,7 @@ class SequenceParallel:
             self.handles.append(layer.register_forward_pre_hook(self._inside))
         self._gather_at_owners(model, inner, name)
         for run in _runs(model, blocks):
-            self.handles.append(run[0].register_forward_pre_hook(self._begin, with_kwargs=True))
+            self.handles.append(run[0].register_forward_pre_hook(functools.partial(self._begin, run), with_kwargs=True))
             self.handles += [block.register_forward_pre_hook(self._follow, with_kwargs=True) for block in run[1:]]
             self.handles += [block.register_forward_hook(self._give) for block in run[:-1]]
             self.handles.append(run[-1].register_forward_hook(self._end))
@@ -100,9 +102,9 @@ class SequenceParallel:
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin(self, run: list[nn.Module], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _hidden(block, args, kwargs)
-        if block.training:
+        if any_trains(run):
             self.region.streams.enter(hidden.device)
         self.length = self.region.sequence_length = hidden.shape[SEQUENCE]
         self._note_length(self.length)
@@ -117,7 +119,7 @@ class SequenceParallel:
     def _gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _hidden(module, args, kwargs)
         self.length = self.region.sequence_length = self._length_of(hidden)
-        return with_hidden(self.region.enter(hidden, training=False), args, kwargs)
+        return with_hidden(self.region.enter(hidden), args, kwargs)
 
     def _give(self, block: nn.Module, args: Any, output: Any) -> None:
         if self.followers and not (_is_recomputing() or torch.compiler.is_compiling()):
