@@ -5797,6 +5797,14 @@ MUTANTS = (
         ("tests/ranks/test_context_dropout.py", "-k", "other_elements"),
     ),
     Mutant(
+        "between-blocks-the-first-forward-tells",
+        "stale",
+        "zerorun/tensor_parallel/sequence.py",
+        "        if not (_is_recomputing() or torch.compiler.is_compiling()):",
+        '        if vars(self).setdefault("seen", []).append(block) or len(self.seen) < 2:',
+        ("tests/unit/test_tensor_parallel_plans.py", "-k", "does_between_blocks"),
+    ),
+    Mutant(
         "models-compute-between-blocks-of-a-part",
         "swallowed",
         "zerorun/tensor_parallel/sequence.py",

@@ -334,23 +334,31 @@ BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+class Between(nn.Module):
+    """Two blocks. What is between them is done from the forward on that is number ``begins``."""
+
+    def __init__(self, between: str, begins: int) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(7, 32), nn.ModuleList(Positions(torch.tanh) for _ in range(2))
+        self.between, self.begins = BETWEEN[between], begins
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        self.begins -= 1
+        hidden = self.blocks[0](self.embed(ids))
+        return self.blocks[1](hidden if self.begins >= 0 else self.between(hidden))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("between", BETWEEN)
-def test_what_a_model_does_between_blocks_of_a_divided_sequence_is_refused(between: str) -> None:
-    class Of(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.blocks = nn.Embedding(7, 32), nn.ModuleList(Positions(torch.tanh) for _ in range(2))
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.blocks[1](BETWEEN[between](self.blocks[0](self.embed(ids))))
-            return found
-
-    whole, ids = Of(), torch.arange(10).view(2, 5) % 7
+@pytest.mark.parametrize("begins", (0, 2))
+def test_what_a_model_does_between_blocks_of_a_divided_sequence_is_refused(between: str, begins: int) -> None:
+    whole, ids = Between(between, begins), torch.arange(10).view(2, 5) % 7
 
     def work(axis: ThreadAxis) -> torch.Tensor:
-        mine = copy.deepcopy(whole)
-        parallelize(mine, region=Region(axis), sequence_parallel=True)
-        return torch.stack([mine(ids), mine(ids)]) - whole(ids)
+        mine, region = copy.deepcopy(whole), Region(axis)
+        parallelize(mine, region=region, sequence_parallel=True)
+        found = torch.stack([mine(ids) for _ in range(begins + 2)]) - copy.deepcopy(whole)(ids)
+        assert region.given is None  # no tensor is kept
+        return found
 
     if between in ("nothing", "a copy"):
         assert all(float(found.abs().max()) < 1e-5 for found in on_threads(2, work))

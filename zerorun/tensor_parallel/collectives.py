@@ -179,6 +179,7 @@ class Region:
         self.streams = Streams(axis.rank)
         self.divided: MutableMapping[torch.Tensor, TensorShard] = WeakIdKeyDictionary()  # parameters
         self.sequence_length: int | None = None  # of the whole sequence, while activations are divided along it
+        self.given: tuple[torch.Tensor, int] | None = None  # by the block before, and how often it had been written to
         self._outside: weakref.ref[torch.Tensor] | None = None
         self._inside: torch.Tensor | None = None
         self._version = -1
@@ -214,7 +215,7 @@ class Region:
     @uncompiled
     def end(self, *ignored: Any) -> None:
         """Be outside, whatever was entered and not left. For the beginning and the end of a model's forward."""
-        self.sequence_length = None
+        self.sequence_length = self.given = None
         self.forget()
         self.streams.leave()
 

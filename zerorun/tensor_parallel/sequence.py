@@ -15,7 +15,10 @@ sequence, unless there were sequences whose lengths differ by less than the numb
 
 [Note: between blocks]
 What a block does, a trial has shown (infer.prove_along_sequence). What the model does between two blocks has a part of the
-sequence, too. So the first forward looks whether a block gets what the one before has given, and raises ModelError if not.
+sequence, too. So each forward looks whether a block gets what the one before has given, and raises ModelError if not: a
+model may do something in training alone, or from some step on. Where a block gets the same tensor, to which nobody has
+written, this costs nothing. Elsewhere values are compared, and ranks, which all run the same code, tell each other. What is
+recomputed has been looked at before.
 """
 
 from __future__ import annotations
@@ -46,8 +49,6 @@ class SequenceParallel:
         self.length = 0  # of the sequence whose blocks run
         self.lengths: dict[int, int] = {}  # length of this rank's part -> of the sequence, of all so far
         self.parts_tell = True  # the length of a part is that of no other sequence's, on any rank
-        self.given: tuple[torch.Tensor, int] | None = None  # by the block before, and how often it had been written to
-        self.followers: set[nn.Module] = set()  # blocks of which it is not known yet whether they get just that
         self.handles: list[RemovableHandle] = []
         self.partial: list[tuple[nn.Module, Any]] = []  # modules and the partial_gradients that they had
         name = blocks_of(model, plan) if name is None else name
@@ -64,7 +65,6 @@ class SequenceParallel:
             self.handles += [block.register_forward_pre_hook(self._follow, with_kwargs=True) for block in run[1:]]
             self.handles += [block.register_forward_hook(self._give) for block in run[:-1]]
             self.handles.append(run[-1].register_forward_hook(self._end))
-            self.followers |= set(run[1:])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self  # copies of a model share it, as they share the region
@@ -107,6 +107,7 @@ class SequenceParallel:
         if any_trains(run):
             self.region.streams.enter(hidden.device)
         self.length = self.region.sequence_length = hidden.shape[SEQUENCE]
+        self.region.given = None
         self._note_length(self.length)
         return with_hidden(split_sequence(hidden, self.region.axis), args, kwargs)
 
@@ -122,15 +123,15 @@ class SequenceParallel:
         return with_hidden(self.region.enter(hidden), args, kwargs)
 
     def _give(self, block: nn.Module, args: Any, output: Any) -> None:
-        if self.followers and not (_is_recomputing() or torch.compiler.is_compiling()):
+        if not (_is_recomputing() or torch.compiler.is_compiling()):
             found = output[0] if isinstance(output, tuple) and output else output
-            self.given = (found, _writes(found)) if isinstance(found, torch.Tensor) else None
+            self.region.given = (found, _writes(found)) if isinstance(found, torch.Tensor) else None
 
     def _follow(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See [Note: between blocks]."""
-        if self.given is None or _is_recomputing() or torch.compiler.is_compiling():
+        if self.region.given is None or _is_recomputing() or torch.compiler.is_compiling():
             return
-        (given, writes), self.given = self.given, None
+        (given, writes), self.region.given = self.region.given, None
         hidden = _hidden(block, args, kwargs)
         if (hidden is not given or _writes(given) != writes) and self._differs(hidden, given, writes):
             raise ModelError(
@@ -138,7 +139,6 @@ class SequenceParallel:
                 f"something: a {type(block).__name__} does not get what the block before it gives. Remedy: do it inside a "
                 "block, which is tried out, or sequence_parallel=False."
             )
-        self.followers.discard(block)
 
     def _differs(self, hidden: torch.Tensor, given: torch.Tensor, writes: int) -> bool:
         """True if ``hidden`` is not ``given`` as it was, on any rank: one that has no token of the sequence cannot tell."""
