@@ -5805,6 +5805,22 @@ MUTANTS = (
         ("tests/unit/test_tensor_parallel_plans.py", "-k", "does_between_blocks"),
     ),
     Mutant(
+        "a-part-of-the-sequence-is-returned",
+        "swallowed",
+        "zerorun/tensor_parallel/sequence.py",
+        "        self.handles.append(model.register_forward_hook(self._refuse_part, prepend=True))",
+        "        self.handles.append(model.register_forward_hook(self._refuse_part))",
+        ("tests/unit/test_tensor_parallel_plans.py", "-k", "divide_and_join"),
+    ),
+    Mutant(
+        "what-a-left-out-block-would-get-is-kept",
+        "stale",
+        "zerorun/tensor_parallel/collectives.py",
+        "        self.sequence_length = self.given = None",
+        "        self.sequence_length = None",
+        ("tests/unit/test_tensor_parallel_plans.py", "-k", "divide_and_join"),
+    ),
+    Mutant(
         "models-compute-between-blocks-of-a-part",
         "swallowed",
         "zerorun/tensor_parallel/sequence.py",

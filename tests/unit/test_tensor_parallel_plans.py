@@ -369,6 +369,42 @@ def test_what_a_model_does_between_blocks_of_a_divided_sequence_is_refused(betwe
         on_threads(2, work)
 
 
+class Shortened(nn.Module):
+    """Pooled tokens after those of its blocks that ``used`` names."""
+
+    used = slice(None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(7, 32), nn.ModuleList(Positions(torch.tanh) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks[self.used]:
+            hidden = block(hidden)
+        return hidden.mean(1)  # type: ignore[no-any-return]
+
+
+def test_a_divided_sequence_needs_the_blocks_that_divide_and_join_it() -> None:
+    whole, ids = Shortened(), torch.arange(12).view(2, 6) % 7
+
+    def work(axis: ThreadAxis) -> torch.Tensor:
+        mine, region = copy.deepcopy(whole), Region(axis)
+        parallelize(mine, region=region, sequence_parallel=True)
+        mine(torch.cat([ids, ids], 1))  # so that the whole of what comes next is as long as a part of this
+        for mine.used, said in ((slice(0, 2), "left out the last block"), (slice(1, 3), "without the first block")):
+            with pytest.raises(ModelError, match=f"{said}.* Remedy: call all blocks in each forward"):
+                mine(ids)
+            assert region.given is None  # no tensor is kept
+        mine.used = slice(0, 3, 2)
+        return mine(ids)
+
+    whole_found = on_threads(2, work)
+    whole.used = slice(0, 3, 2)
+    for found in whole_found:
+        torch.testing.assert_close(found, whole(ids))
+
+
 OTHER: dict[str, dict[str, Any]] = {
     "Olmo2Config": {"intermediate_size": 40, "num_key_value_heads": 2},
     "MixtralConfig": {"intermediate_size": 48, "num_key_value_heads": 2},

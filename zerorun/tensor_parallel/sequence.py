@@ -32,6 +32,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.tensor_shard import even_range
 from ..errors import ModelError
+from ..plan.replaced_forwards import uncompiled
 from ..plan.units import layerdrop_of
 from .collectives import SEQUENCE, Region, gather_sequence, split_sequence
 from .random import any_trains
@@ -65,6 +66,8 @@ class SequenceParallel:
             self.handles += [block.register_forward_pre_hook(self._follow, with_kwargs=True) for block in run[1:]]
             self.handles += [block.register_forward_hook(self._give) for block in run[:-1]]
             self.handles.append(run[-1].register_forward_hook(self._end))
+        # It comes before the hook that ends the region, and is not called if the forward raises.
+        self.handles.append(model.register_forward_hook(self._refuse_part, prepend=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self  # copies of a model share it, as they share the region
@@ -129,7 +132,14 @@ class SequenceParallel:
 
     def _follow(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See [Note: between blocks]."""
-        if self.region.given is None or _is_recomputing() or torch.compiler.is_compiling():
+        if _is_recomputing() or torch.compiler.is_compiling():
+            return
+        if self.region.sequence_length is None:
+            raise ModelError(
+                f"with sequence parallelism a {type(block).__name__} is called without the first block, which divides the "
+                "sequence. Remedy: call all blocks in each forward, also in evaluation, or sequence_parallel=False."
+            )
+        if self.region.given is None:
             return
         (given, writes), self.region.given = self.region.given, None
         hidden = _hidden(block, args, kwargs)
@@ -157,6 +167,16 @@ class SequenceParallel:
             f"with sequence parallelism a block must give a tensor, or a tuple with one in front; {type(block).__name__} "
             f"gives {type(output).__name__}. Remedy: sequence_parallel=False."
         )
+
+    @uncompiled
+    def _refuse_part(self, model: nn.Module, *ignored: Any) -> None:
+        """Raise ModelError if ``model``, whose forward has returned, has not joined the parts of the sequence."""
+        if self.region.sequence_length is not None:
+            raise ModelError(
+                f"with sequence parallelism {type(model).__name__} has returned what this rank has computed from its part "
+                "of the sequence: the forward left out the last block, which joins the parts. Remedy: call all blocks in "
+                "each forward, also in evaluation, or sequence_parallel=False."
+            )
 
     # -- lengths, see [Note: lengths] --------------------------------------------------------------------------------
 
