@@ -965,6 +965,14 @@ MUTANTS = (
         ("tests/unit/test_tensor_parallel_layers.py", "-k", "cross_entropy_equals_torch"),
     ),
     Mutant(
+        "hooks-on-the-head-get-a-loss",
+        "stale",
+        "zerorun/context_parallel/shard_loss.py",
+        "        if not division.in_tiles or division.kept is None or _is_watched(head):",
+        "        if not division.in_tiles or division.kept is None:",
+        ("tests/unit/test_context_models.py", "-k", "hooks_on_the_head"),
+    ),
+    Mutant(
         "mean-over-no-target",
         "divisor",
         "zerorun/context_parallel/shard_loss.py",

@@ -136,6 +136,33 @@ def test_another_loss_function_since_is_given_whole_logits(name: str) -> None:
         assert_same(found, {"loss": alone(**batch).loss.detach(), **gradients(alone)})
 
 
+@pytest.mark.parametrize("hook", (lambda *given: given[-1] / 2, lambda *given: None))
+def test_hooks_on_the_head_since_are_given_logits(hook: Any) -> None:
+    """In training they were given a number, and what they returned was taken for the sum of losses."""
+    batch, way = batch_of("plain", 0, 0, 0), way_of(build("llama"), AUTO)
+    alone: Any = build("llama").train()
+    alone.lm_head.register_forward_hook(hook)
+    wanted = alone(**batch).loss
+    wanted.backward()
+    models: list[Any] = [build("llama").train() for _ in range(2)]
+
+    def work(axis: ThreadAxis) -> dict[str, torch.Tensor]:
+        model, shapes = models[axis.rank], []
+        divided = Divided(model, way, axis, AUTO)
+        model(**batch).loss.detach()
+        model.lm_head.register_forward_hook(hook)
+        model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+        loss = model(**batch).loss
+        loss.backward()
+        divided.remove()
+        assert len(shapes[0]) == 3
+        found = {name: axis.all_reduce(grad, "test") / 2 for name, grad in gradients(model).items()}
+        return {"loss": loss.detach(), **found}
+
+    for found in on_threads(2, work):
+        assert_same(found, {"loss": wanted.detach(), **gradients(alone)})
+
+
 def of_many_forwards(model: Any, reentrant: bool) -> dict[str, torch.Tensor]:
     """Gradients of forwards that differ in all that the blocks' hooks may remember; others come before the backward."""
     from transformers import DynamicCache
