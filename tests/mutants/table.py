@@ -973,6 +973,14 @@ MUTANTS = (
         ("tests/unit/test_context_models.py", "-k", "hooks_on_the_head"),
     ),
     Mutant(
+        "recomputed-as-if-it-was-not-divided",
+        "stale",
+        "zerorun/context_parallel/divided_model.py",
+        "        if hidden.shape[SEQUENCE] in ((self._whole,) if self.rows is None else (self.rows.length, self.rows.count)):",
+        "        if self.rows is None or hidden.shape[SEQUENCE] in (self.rows.length, self.rows.count):",
+        ("tests/unit/test_context_models.py", "-k", "cannot_know"),
+    ),
+    Mutant(
         "mean-over-no-target",
         "divisor",
         "zerorun/context_parallel/shard_loss.py",

@@ -93,6 +93,7 @@ class Division:
         self.ignored = -100  # among targets
         self.in_tiles = False
         self._decoding = self._entered = False  # the blocks' model runs; a block of it has begun
+        self._whole = 0  # how long the latest sequence was that was not divided
         self._rows_of = WeakIdKeyDictionary()  # measure of a sequence (see _measure_in) -> its rows; None if not divided
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
@@ -154,6 +155,7 @@ class Division:
         else:
             rows = self._rows_again(block, hidden, measure)
         if rows is None:
+            self._whole = hidden.shape[SEQUENCE]
             return None
         if any_trains((block,)):
             self.streams.enter(hidden.device)
@@ -168,7 +170,7 @@ class Division:
         """The rows of the forward of which the model recomputes ``block``; None if it was not divided."""
         if measure is not None:
             return self._rows_of.get(measure)
-        if self.rows is None or hidden.shape[SEQUENCE] in (self.rows.length, self.rows.count):
+        if hidden.shape[SEQUENCE] in ((self._whole,) if self.rows is None else (self.rows.length, self.rows.count)):
             return self.rows
         raise ModelError(
             f"{type(block).__name__} is recomputed after its model has been given another sequence, and is given neither "
