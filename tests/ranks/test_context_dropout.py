@@ -40,10 +40,13 @@ def draw(tensor: int, policy: str) -> dict[str, Any]:
     config = {"sequence_parallel_size": 2, "tensor_parallel": {"size": tensor}, "seed": 1}
     if policy == "the model's own":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    else:
+    elif policy in ("none", "full"):
         config |= {"activation_checkpointing": {"policy": policy}}
     engine = zerorun.initialize(model, merged(make_config(1), config))
     engine.train()
+    if policy == "its block in evaluation":
+        layer.eval()
+        layer.mlp.dropout.train()
     before = torch.randint(1000, ())
     loss = engine(**plain(torch.Generator().manual_seed(0), TOKENS)).loss
     after = torch.randint(1000, ())
@@ -57,7 +60,13 @@ def draw(tensor: int, policy: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "policy"), [(1, "full"), (1, "the model's own"), pytest.param(2, "none", marks=pytest.mark.nightly)]
+    ("tensor", "policy"),
+    [
+        (1, "full"),
+        (1, "the model's own"),
+        (1, "its block in evaluation"),
+        pytest.param(2, "none", marks=pytest.mark.nightly),
+    ],
 )
 def test_ranks_of_a_context_drop_other_elements(tensor: int, policy: str) -> None:
     found = run_ranks(2 * tensor, draw, tensor, policy)

@@ -18,6 +18,7 @@ from zerorun import log
 from zerorun.activations.checkpointing import checkpoint
 from zerorun.distributed.tensor_shard import even_range
 from zerorun.errors import StepError
+from zerorun.tensor_parallel import parallelize
 from zerorun.tensor_parallel.collectives import Region, gather_sequence, make_region, split_sequence
 from zerorun.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from zerorun.tensor_parallel.loss import vocab_parallel_cross_entropy
@@ -330,6 +331,61 @@ def test_dropout_equals_one_process_where_logits_stay_divided_or_a_forward_raise
     for found, weights in run_ranks(2, train_headed, kind):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-6, atol=0)
         torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-6, atol=1e-6)
+
+
+class Drops(nn.Module):
+    """A block that drops divided columns, and what is whole or divided along the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.inside, self.outside = nn.Dropout(0.3), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outside(self.down(self.inside(torch.tanh(self.up(self.norm(x))))))  # type: ignore[no-any-return]
+
+
+class DropsTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(Drops() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def modes(sequence_parallel: bool, mode: str) -> list[Any]:
+    """What the last block drops inside and outside of its region, and what the common stream gives afterwards."""
+    topology = zerorun.Topology.create(2, dist.get_rank(), tensor=2, device_type="cpu")
+    model, region, found = DropsTwice(), make_region(topology, torch.device("cpu")), []
+    plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    parallelize(model, plan, region=region, sequence_parallel=sequence_parallel)
+    if mode == "dropouts alone":
+        model.eval()
+    else:
+        model.blocks[0].eval()
+    for part in (model.blocks[1].inside, model.blocks[1].outside):
+        part.train().register_forward_hook(
+            lambda module, args, output: found.append((output == 0)[:, :2])
+        )  # as many on each rank
+    torch.manual_seed(7)
+    model(input_of(0))
+    found.append(torch.rand(()))
+    topology.close()
+    return found
+
+
+@pytest.mark.parametrize("mode", ("first in evaluation", "dropouts alone"))
+@pytest.mark.parametrize("sequence_parallel", (False, True))
+def test_ranks_draw_their_own_whatever_modes_blocks_are_in(sequence_parallel: bool, mode: str) -> None:
+    """Fine-tuning has the first blocks in evaluation, Monte Carlo dropout all but the dropouts."""
+    (inside, outside, after), other = run_ranks(2, modes, sequence_parallel, mode)
+    assert not torch.equal(inside, other[0]) and inside.any()
+    assert torch.equal(outside, other[1]) != sequence_parallel and outside.any()
+    assert after == other[2]
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------

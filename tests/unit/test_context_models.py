@@ -136,6 +136,33 @@ def test_another_loss_function_since_is_given_whole_logits(name: str) -> None:
         assert_same(found, {"loss": alone(**batch).loss.detach(), **gradients(alone)})
 
 
+@pytest.mark.parametrize("hook", (lambda *given: given[-1] / 2, lambda *given: None), ids=("halves", "reads"))
+def test_hooks_on_the_head_since_are_given_logits(hook: Any) -> None:
+    """In training they were given a number, and what they returned was taken for the sum of losses."""
+    batch, way = batch_of("plain", 0, 0, 0), way_of(build("llama"), AUTO)
+    alone: Any = build("llama").train()
+    alone.lm_head.register_forward_hook(hook)
+    wanted = alone(**batch).loss
+    wanted.backward()
+    models: list[Any] = [build("llama").train() for _ in range(2)]
+
+    def work(axis: ThreadAxis) -> dict[str, torch.Tensor]:
+        model, shapes = models[axis.rank], []
+        divided = Divided(model, way, axis, AUTO)
+        model(**batch).loss.detach()
+        model.lm_head.register_forward_hook(hook)
+        model.lm_head.register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+        loss = model(**batch).loss
+        loss.backward()
+        divided.remove()
+        assert len(shapes[0]) == 3
+        found = {name: axis.all_reduce(grad, "test") / 2 for name, grad in gradients(model).items()}
+        return {"loss": loss.detach(), **found}
+
+    for found in on_threads(2, work):
+        assert_same(found, {"loss": wanted.detach(), **gradients(alone)})
+
+
 def of_many_forwards(model: Any, reentrant: bool) -> dict[str, torch.Tensor]:
     """Gradients of forwards that differ in all that the blocks' hooks may remember; others come before the backward."""
     from transformers import DynamicCache
@@ -174,7 +201,8 @@ def test_blocks_that_the_model_recomputes_are_those_of_their_forward(name: str, 
         assert_same(found, wanted)
 
 
-def test_a_recomputed_block_that_cannot_know_its_forward_is_an_error() -> None:
+@pytest.mark.parametrize("between", ("another length", "a cache", "a short one"))
+def test_a_recomputed_block_that_cannot_know_its_forward_is_an_error(between: str) -> None:
     """GPTBigCode tells its blocks nothing, unless there is a mask."""
     from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
@@ -186,11 +214,17 @@ def test_a_recomputed_block_that_cannot_know_its_forward_is_an_error() -> None:
         model = models[axis.rank]
         divided = Divided(model, way, axis, AUTO)
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        lengths = [batch_of("plain", 0, 0, 0)["input_ids"][:, :length] for length in (12, 8)]
-        model(lengths[0], labels=lengths[0]).loss.backward()
-        losses = [model(ids, labels=ids).loss for ids in lengths]
+        ids = batch_of("plain", 0, 0, 0)["input_ids"]
+        for length in (12, 1):  # one that is not divided, too
+            model(ids[:, :length]).logits.sum().backward()
+        loss = model(ids, labels=ids).loss
+        if between == "another length":
+            loss = loss + model(ids[:, :8], labels=ids[:, :8]).loss
+        else:
+            with torch.no_grad():
+                model(ids[:, : 5 if between == "a cache" else 1], use_cache=between == "a cache")
         with pytest.raises(ModelError, match=r"neither positions nor a mask .* Remedy: give the model an attention_mask"):
-            sum(losses).backward()
+            loss.backward()
         divided.remove()
 
     on_threads(2, work)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 from transformers.pytorch_utils import Conv1D
 
 from zerorun.pipeline.split_backward import SplitLayers, WeightGradients
@@ -128,5 +129,41 @@ def test_hooks_of_weights_get_the_gradients_of_torch(divided: bool) -> None:
             handle.remove()
         split(torch.ones(3, 4)).square().sum().backward()
         assert len(later.take()) == 2
+
+    on_threads(1, work)
+
+
+class Half(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight / 2
+
+
+@pytest.mark.parametrize("divided", (False, True))
+@pytest.mark.parametrize("pruned", (False, True))
+def test_weights_that_are_computed_from_others_from_now_on_reach_them(pruned: bool, divided: bool) -> None:
+    def work(axis: object) -> None:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        split, later = copy.deepcopy(plain), WeightGradients()
+        if divided:
+            region = Region(axis)  # type: ignore[arg-type]
+            make_column_parallel(split[0], region, ((0, 6),))
+            make_row_parallel(split[2], region, ((0, 6),))
+        SplitLayers(split, later)
+        for net in (plain, split):
+            net(torch.ones(3, 4)).square().sum().backward()
+        assert len(later.take()) == 2
+        for net in (plain, split):
+            net.zero_grad()
+            if pruned:
+                prune.l1_unstructured(net[2], "weight", amount=0.3)
+            else:
+                parametrize.register_parametrization(net[2], "weight", Half())
+            net(torch.ones(3, 4)).square().sum().backward()
+        (job,) = later.take()
+        job()
+        found = dict(split.named_parameters())
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(found[name].grad, param.grad, msg=name)
 
     on_threads(1, work)

@@ -334,29 +334,75 @@ BETWEEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+class Between(nn.Module):
+    """Two blocks, and what is done between them if ``active``."""
+
+    active = True
+
+    def __init__(self, between: str) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(7, 32), nn.ModuleList(Positions(torch.tanh) for _ in range(2))
+        self.between = BETWEEN[between]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.blocks[0](self.embed(ids))
+        return self.blocks[1](self.between(hidden) if self.active else hidden)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("between", BETWEEN)
-def test_what_a_model_does_between_blocks_of_a_divided_sequence_is_refused(between: str) -> None:
-    class Of(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.blocks = nn.Embedding(7, 32), nn.ModuleList(Positions(torch.tanh) for _ in range(2))
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            found: torch.Tensor = self.blocks[1](BETWEEN[between](self.blocks[0](self.embed(ids))))
-            return found
-
-    whole, ids = Of(), torch.arange(10).view(2, 5) % 7
+@pytest.mark.parametrize("later", (False, True))
+def test_what_a_model_does_between_blocks_of_a_divided_sequence_is_refused(between: str, later: bool) -> None:
+    whole, ids = Between(between), torch.arange(10).view(2, 5) % 7
 
     def work(axis: ThreadAxis) -> torch.Tensor:
-        mine = copy.deepcopy(whole)
-        parallelize(mine, region=Region(axis), sequence_parallel=True)
-        return torch.stack([mine(ids), mine(ids)]) - whole(ids)
+        mine, region = copy.deepcopy(whole), Region(axis)
+        parallelize(mine, region=region, sequence_parallel=True)
+        found = []
+        for mine.active in (not later, True):
+            found.append(mine(ids) - whole(ids))
+        return torch.stack(found)
 
     if between in ("nothing", "a copy"):
         assert all(float(found.abs().max()) < 1e-5 for found in on_threads(2, work))
         return
     with pytest.raises(ModelError, match=r"a Positions does not get what the block before it gives\. Remedy"):
         on_threads(2, work)
+
+
+class Shortened(nn.Module):
+    """Pooled tokens after those of its blocks that ``used`` names."""
+
+    used = slice(None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.blocks = nn.Embedding(7, 32), nn.ModuleList(Positions(torch.tanh) for _ in range(3))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for block in self.blocks[self.used]:
+            hidden = block(hidden)
+        return hidden.mean(1)  # type: ignore[no-any-return]
+
+
+def test_a_divided_sequence_needs_the_blocks_that_divide_and_join_it() -> None:
+    whole, ids = Shortened(), torch.arange(12).view(2, 6) % 7
+
+    def work(axis: ThreadAxis) -> torch.Tensor:
+        mine, region = copy.deepcopy(whole), Region(axis)
+        parallelize(mine, region=region, sequence_parallel=True)
+        mine(torch.cat([ids, ids], 1))  # so that the whole of what comes next is as long as a part of this
+        for mine.used, said in ((slice(0, 2), "left out the last block"), (slice(1, 3), "without the first block")):
+            with pytest.raises(ModelError, match=f"{said}.* Remedy: call all blocks in each forward"):
+                mine(ids)
+            assert region.given is None  # no tensor is kept
+        mine.used = slice(0, 3, 2)
+        return mine(ids)
+
+    whole_found = on_threads(2, work)
+    whole.used = slice(0, 3, 2)
+    for found in whole_found:
+        torch.testing.assert_close(found, whole(ids))
 
 
 OTHER: dict[str, dict[str, Any]] = {

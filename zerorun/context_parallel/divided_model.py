@@ -35,7 +35,7 @@ from ..errors import ModelError
 from ..log import info_once
 from ..plan.replaced_forwards import ReplacedForward, UnavailableOutput
 from ..tensor_parallel.axis import Axis
-from ..tensor_parallel.random import Streams
+from ..tensor_parallel.random import Streams, any_trains
 from ..tensor_parallel.sequence import with_hidden
 from .attention import AttentionSeam, RunningBlock, running
 from .sequence_rows import SEQUENCE, Rows
@@ -93,6 +93,7 @@ class Division:
         self.ignored = -100  # among targets
         self.in_tiles = False
         self._decoding = self._entered = False  # the blocks' model runs; a block of it has begun
+        self._whole = 0  # how long the latest sequence was that was not divided
         self._rows_of = WeakIdKeyDictionary()  # measure of a sequence (see _measure_in) -> its rows; None if not divided
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
@@ -154,8 +155,9 @@ class Division:
         else:
             rows = self._rows_again(block, hidden, measure)
         if rows is None:
+            self._whole = hidden.shape[SEQUENCE]
             return None
-        if block.training:
+        if any_trains((block,)):
             self.streams.enter(hidden.device)
         if hidden.shape[SEQUENCE] == rows.length:  # whole; or one rank has all rows
             args, kwargs = with_hidden(rows.cut(hidden), args, kwargs)
@@ -168,7 +170,7 @@ class Division:
         """The rows of the forward of which the model recomputes ``block``; None if it was not divided."""
         if measure is not None:
             return self._rows_of.get(measure)
-        if self.rows is None or hidden.shape[SEQUENCE] in (self.rows.length, self.rows.count):
+        if hidden.shape[SEQUENCE] in ((self._whole,) if self.rows is None else (self.rows.length, self.rows.count)):
             return self.rows
         raise ModelError(
             f"{type(block).__name__} is recomputed after its model has been given another sequence, and is given neither "

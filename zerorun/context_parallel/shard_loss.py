@@ -9,12 +9,14 @@ return the whole loss, the same bits.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules import module as common
 
 from ..errors import ModelError
 from ..ops import linear_cross_entropy
@@ -23,6 +25,8 @@ from ..plan.replaced_forwards import UnavailableOutput
 from ..tensor_parallel.causal_loss import ReplacedLoss
 from .divided_model import Division, OwnForward
 from .sequence_rows import Rows, sum_over
+
+_PACKAGE = f"{__name__.partition('.')[0]}."
 
 _NO_LOGITS = (
     "with divided sequences a model in training that is given labels computes its loss without whole logits. Remedy: leave "
@@ -77,17 +81,37 @@ class InModel(OwnForward):
 
 
 class InHead(OwnForward):
-    """The forward of the head: with targets known, it returns the sum of this rank's losses in place of its logits."""
+    """The forward of the head: with targets known, it returns the sum of this rank's losses in place of its logits.
+
+    Hooks of a script, which may come at any time, are given logits: those of this rank's rows.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         division, head = self.division, self.module
-        if not division.in_tiles or division.kept is None:
+        if not division.in_tiles or division.kept is None or _is_watched(head):
             return self.inner(*args, **kwargs)
         hidden, bias = (args[0] if args else kwargs["input"]), head.bias
         targets = division.own_targets().to(hidden.device)
         assert isinstance(head.weight, torch.Tensor)
         assert bias is None or isinstance(bias, torch.Tensor)
         return linear_cross_entropy(hidden, head.weight, targets, bias, ignore_index=division.ignored, reduction="sum")
+
+
+def _is_watched(head: nn.Module) -> bool:
+    """True if a hook of a script gets what ``head`` returns, or its gradient."""
+    of_head = (head._forward_hooks, head._backward_hooks, head._backward_pre_hooks)
+    everywhere = (
+        common._global_forward_hooks,
+        common._global_backward_hooks,
+        common._global_backward_pre_hooks,
+    )
+    return any(not _is_own(hook) for hooks in (*of_head, *everywhere) for hook in hooks.values())
+
+
+def _is_own(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_PACKAGE)
 
 
 class ShardLoss(ReplacedLoss):

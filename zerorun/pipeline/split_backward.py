@@ -4,7 +4,7 @@ The previous stage waits for the gradient of the activations that it sent, not f
 put weight gradients off until nothing more urgent is left (Qi et al. 2023, arXiv:2401.10241). What a linear layer needs for
 its weight gradient, its input and the gradient of its output, is kept until the job in ``WeightGradients`` that computes it
 has run. All other layers compute their weight gradients together with those of their inputs. So does one whose weight has
-hooks of the script, which autograd calls with the gradient.
+hooks of the script, which autograd calls with the gradient, or is computed from other parameters, as in pruning.
 """
 
 from __future__ import annotations
@@ -34,9 +34,12 @@ class WeightGradients:
         return jobs
 
     def takes(self, weight: nn.Parameter) -> bool:
-        """True if the gradient of ``weight`` is wanted, and may come later: no hook waits for it."""
+        """True if the gradient of ``weight`` is wanted, and may come later: no hook waits for it, and no other parameter.
+
+        A script may prune or parametrize a layer at any time, so that its weight is computed from others.
+        """
         hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
-        return weight.requires_grad and torch.is_grad_enabled() and not hooks
+        return weight.requires_grad and torch.is_grad_enabled() and weight.is_leaf and not hooks
 
     def product(
         self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None, *, transposed: bool

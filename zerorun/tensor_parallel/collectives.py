@@ -19,7 +19,7 @@ these layers have added to it, and is then summed over ranks once.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from ..distributed.topology import Topology
 from ..errors import ModelError
 from ..plan.replaced_forwards import uncompiled
 from .axis import Axis, make_axis
-from .random import Streams
+from .random import Streams, any_trains
 
 SEQUENCE = -2  # the dimension of the sequence: activations are [..., sequence, width]
 _regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()  # by id(axis)
@@ -179,6 +179,7 @@ class Region:
         self.streams = Streams(axis.rank)
         self.divided: MutableMapping[torch.Tensor, TensorShard] = WeakIdKeyDictionary()  # parameters
         self.sequence_length: int | None = None  # of the whole sequence, while activations are divided along it
+        self.given: tuple[torch.Tensor, int] | None = None  # by the block before, and how often it had been written to
         self._outside: weakref.ref[torch.Tensor] | None = None
         self._inside: torch.Tensor | None = None
         self._version = -1
@@ -188,12 +189,12 @@ class Region:
         return self
 
     @uncompiled
-    def enter(self, x: torch.Tensor, *, training: bool) -> torch.Tensor:
-        """Return ``x`` as the layers inside may use it. The same tensor enters once.
+    def enter(self, x: torch.Tensor, *, drawing: Iterable[nn.Module] = ()) -> torch.Tensor:
+        """Return ``x`` as the layers inside may use it. The same tensor enters once. ``drawing``: what may draw inside.
 
         While activations are divided along the sequence, each rank draws from its own stream outside regions as well.
         """
-        if training and self.sequence_length is None:
+        if self.sequence_length is None and any_trains(drawing):
             self.streams.enter(x.device)
         known = self._outside() if self._outside is not None else None
         if known is x and self._version == x._version and self._inside is not None and self._fits(x):
@@ -214,7 +215,7 @@ class Region:
     @uncompiled
     def end(self, *ignored: Any) -> None:
         """Be outside, whatever was entered and not left. For the beginning and the end of a model's forward."""
-        self.sequence_length = None
+        self.sequence_length = self.given = None
         self.forget()
         self.streams.leave()
 

@@ -60,6 +60,8 @@ def _convert(model: nn.Module, entry: Assignment, plan: ParallelPlan, region: Re
     else:
         split = entry.style == "rowwise_split_input"
         make_row_parallel(module, region, entry.own(rank, plan.size), split_input=split)
+    if entry.style in COLUMN:
+        module.around = (model.get_submodule(entry.owner),)  # type: ignore[assignment]  # in a tuple, it is no submodule
     return partial(restore, module)
 
 

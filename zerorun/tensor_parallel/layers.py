@@ -51,6 +51,7 @@ class ColumnParallelLinear(Parallel, nn.Linear):
     enters = True  # False: a module around it has entered the region
     own_stream = True  # False: nothing leaves the region that it enters
     gather_output = False
+    around: tuple[nn.Module, ...] = ()  # the module that uses the columns, if it is known
     used: tuple[int, int] | None = None  # if set, the weight is whole, and only these rows of it are used
 
     def __init__(
@@ -70,12 +71,17 @@ class ColumnParallelLinear(Parallel, nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.enters:
-            x = self.region.enter(x, training=self.training and self.own_stream and not self.gather_output)
+            x = self.region.enter(x, drawing=self.drawing if self.own_stream and not self.gather_output else ())
         y = _product(self, x, *self._weights())
         if self.gather_output:
             self.region.forget()
             y = gather_columns(y, self.axis, even_bounds(self.whole_sizes["out_features"], self.axis.size))
         return y
+
+    @property
+    def drawing(self) -> tuple[nn.Module, ...]:
+        """What may draw random numbers on columns: such a dropout may be in another mode than this layer."""
+        return (self, *self.around)
 
     @contextmanager
     def keeping_columns(self) -> Iterator[None]:
@@ -201,7 +207,7 @@ def restore(layer: nn.Module) -> None:
     layer.__class__ = layer.ordinary  # type: ignore[assignment]
     for name in ("region", "tensor_shards", "partial_gradients", "ordinary", "whole_sizes", "used", "gather_output"):
         layer.__dict__.pop(name, None)
-    for name in ("split_input", "enters", "own_stream"):
+    for name in ("split_input", "enters", "own_stream", "around"):
         layer.__dict__.pop(name, None)
 
 

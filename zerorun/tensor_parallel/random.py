@@ -17,8 +17,10 @@ logits.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 import torch
+from torch import nn
 
 from ..distributed.device import generators
 from ..plan.replaced_forwards import uncompiled
@@ -85,6 +87,15 @@ class Streams:
             for generator, state in self._outside:
                 generator.set_state(state)
         self._seed, self._outside = None, []
+
+
+def any_trains(modules: Iterable[nn.Module | None]) -> bool:
+    """True if one of ``modules``, or a module within one, is in training, and so may draw numbers.
+
+    Scripts put parts of a model into another mode than what is around them: the first layers of fine-tuning into
+    evaluation, or the dropouts of an evaluation into training (Monte Carlo dropout).
+    """
+    return any(module is not None and (module.training or any_trains(module._modules.values())) for module in modules)
 
 
 def _draw(generator: torch.Generator) -> int:

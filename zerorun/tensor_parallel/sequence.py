@@ -15,11 +15,15 @@ sequence, unless there were sequences whose lengths differ by less than the numb
 
 [Note: between blocks]
 What a block does, a trial has shown (infer.prove_along_sequence). What the model does between two blocks has a part of the
-sequence, too. So the first forward looks whether a block gets what the one before has given, and raises ModelError if not.
+sequence, too. So each forward looks whether a block gets what the one before has given, and raises ModelError if not: a
+model may do something in training alone, or from some step on. Where a block gets the same tensor, to which nobody has
+written, this costs nothing. Elsewhere values are compared, and ranks, which all run the same code, tell each other. What is
+recomputed has been looked at before.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -28,8 +32,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ..distributed.tensor_shard import even_range
 from ..errors import ModelError
+from ..plan.replaced_forwards import uncompiled
 from ..plan.units import layerdrop_of
 from .collectives import SEQUENCE, Region, gather_sequence, split_sequence
+from .random import any_trains
 from .styles import COLUMN, HOOKED, ParallelPlan
 
 _POSITION_WISE = ("layernorm", "rmsnorm")  # in the lower-case names of classes
@@ -44,8 +50,6 @@ class SequenceParallel:
         self.length = 0  # of the sequence whose blocks run
         self.lengths: dict[int, int] = {}  # length of this rank's part -> of the sequence, of all so far
         self.parts_tell = True  # the length of a part is that of no other sequence's, on any rank
-        self.given: tuple[torch.Tensor, int] | None = None  # by the block before, and how often it had been written to
-        self.followers: set[nn.Module] = set()  # blocks of which it is not known yet whether they get just that
         self.handles: list[RemovableHandle] = []
         self.partial: list[tuple[nn.Module, Any]] = []  # modules and the partial_gradients that they had
         name = blocks_of(model, plan) if name is None else name
@@ -58,11 +62,12 @@ class SequenceParallel:
             self.handles.append(layer.register_forward_pre_hook(self._inside))
         self._gather_at_owners(model, inner, name)
         for run in _runs(model, blocks):
-            self.handles.append(run[0].register_forward_pre_hook(self._begin, with_kwargs=True))
+            self.handles.append(run[0].register_forward_pre_hook(functools.partial(self._begin, run), with_kwargs=True))
             self.handles += [block.register_forward_pre_hook(self._follow, with_kwargs=True) for block in run[1:]]
             self.handles += [block.register_forward_hook(self._give) for block in run[:-1]]
             self.handles.append(run[-1].register_forward_hook(self._end))
-            self.followers |= set(run[1:])
+        # It comes before the hook that ends the region, and is not called if the forward raises.
+        self.handles.append(model.register_forward_hook(self._refuse_part, prepend=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SequenceParallel:
         return self  # copies of a model share it, as they share the region
@@ -100,11 +105,12 @@ class SequenceParallel:
 
     # -- hooks -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _begin(self, run: list[nn.Module], block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _hidden(block, args, kwargs)
-        if block.training:
+        if any_trains(run):
             self.region.streams.enter(hidden.device)
         self.length = self.region.sequence_length = hidden.shape[SEQUENCE]
+        self.region.given = None
         self._note_length(self.length)
         return with_hidden(split_sequence(hidden, self.region.axis), args, kwargs)
 
@@ -117,18 +123,25 @@ class SequenceParallel:
     def _gather(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         hidden = _hidden(module, args, kwargs)
         self.length = self.region.sequence_length = self._length_of(hidden)
-        return with_hidden(self.region.enter(hidden, training=False), args, kwargs)
+        return with_hidden(self.region.enter(hidden), args, kwargs)
 
     def _give(self, block: nn.Module, args: Any, output: Any) -> None:
-        if self.followers and not (_is_recomputing() or torch.compiler.is_compiling()):
+        if not (_is_recomputing() or torch.compiler.is_compiling()):
             found = output[0] if isinstance(output, tuple) and output else output
-            self.given = (found, _writes(found)) if isinstance(found, torch.Tensor) else None
+            self.region.given = (found, _writes(found)) if isinstance(found, torch.Tensor) else None
 
     def _follow(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See [Note: between blocks]."""
-        if self.given is None or _is_recomputing() or torch.compiler.is_compiling():
+        if _is_recomputing() or torch.compiler.is_compiling():
             return
-        (given, writes), self.given = self.given, None
+        if self.region.sequence_length is None:
+            raise ModelError(
+                f"with sequence parallelism a {type(block).__name__} is called without the first block, which divides the "
+                "sequence. Remedy: call all blocks in each forward, also in evaluation, or sequence_parallel=False."
+            )
+        if self.region.given is None:
+            return
+        (given, writes), self.region.given = self.region.given, None
         hidden = _hidden(block, args, kwargs)
         if (hidden is not given or _writes(given) != writes) and self._differs(hidden, given, writes):
             raise ModelError(
@@ -136,7 +149,6 @@ class SequenceParallel:
                 f"something: a {type(block).__name__} does not get what the block before it gives. Remedy: do it inside a "
                 "block, which is tried out, or sequence_parallel=False."
             )
-        self.followers.discard(block)
 
     def _differs(self, hidden: torch.Tensor, given: torch.Tensor, writes: int) -> bool:
         """True if ``hidden`` is not ``given`` as it was, on any rank: one that has no token of the sequence cannot tell."""
@@ -155,6 +167,16 @@ class SequenceParallel:
             f"with sequence parallelism a block must give a tensor, or a tuple with one in front; {type(block).__name__} "
             f"gives {type(output).__name__}. Remedy: sequence_parallel=False."
         )
+
+    @uncompiled
+    def _refuse_part(self, model: nn.Module, *ignored: Any) -> None:
+        """Raise ModelError if ``model``, whose forward has returned, has not joined the parts of the sequence."""
+        if self.region.sequence_length is not None:
+            raise ModelError(
+                f"with sequence parallelism {type(model).__name__} has returned what this rank has computed from its part "
+                "of the sequence: the forward left out the last block, which joins the parts. Remedy: call all blocks in "
+                "each forward, also in evaluation, or sequence_parallel=False."
+            )
 
     # -- lengths, see [Note: lengths] --------------------------------------------------------------------------------
 
