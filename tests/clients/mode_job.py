@@ -217,12 +217,12 @@ def classifier() -> list[float]:
     return losses
 
 
-def resuming() -> list[str]:
+def resuming(folder: str) -> list[str]:
     """What is said where an engine goes on by itself: in a loop of the script's own, and in Trainer's, before it begins."""
     begin_anew()
-    folder, said = [tempfile.mkdtemp()], list[str]()
-    dist.broadcast_object_list(folder)
-    config = configuration(1, checkpoint={"dir": folder[0], "auto_resume": True, "every_steps": 1})
+    shared, said = [folder], list[str]()
+    dist.broadcast_object_list(shared)
+    config = configuration(1, checkpoint={"dir": shared[0], "auto_resume": True, "every_steps": 1})
     with patch.object(entry, "warn_once", said.append):
         for _ in range(2):
             engine, *_ = deepspeed.initialize(model=llama(), config=config)
@@ -233,6 +233,7 @@ def resuming() -> list[str]:
     args = TrainingArguments("nowhere", deepspeed=config, **given)
     said.append(attempt(Trainer(llama(), args, train_dataset=Sentences()).train))
     begin_anew()
+    dist.barrier()
     return said
 
 
@@ -242,8 +243,8 @@ def main() -> None:
     found |= {"parameters": parameters(), "in init": parameters_in_init()}
     found |= {"ignored": ignored(), "kernels": kernels(), "accelerated": accelerated()}
     with tempfile.TemporaryDirectory() as folder:
-        found["logged"] = logged(folder)
-    found |= {"classifier": classifier(), "resuming": resuming()}
+        found |= {"logged": logged(folder), "resuming": resuming(f"{folder}/saved")}
+    found["classifier"] = classifier()
     found["trainer"] = {}
     for cell, stage in (("by day", None), ("by day", 3), ("sequences by day", 1)):
         found["trainer"] |= run_cell(cell, stage, train)
