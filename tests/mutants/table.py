@@ -3532,7 +3532,7 @@ MUTANTS = (
         "a-teacher-is-as-the-script-made-it",
         "stale",
         "zerorun/checkpoint/memory_copies.py",
-        "        changed = [name for name, sums in now.items() if not torch.equal(sums, self._sums[name])]",
+        "        changed = [name for name, sums in _sums_by_name(frozen).items() if not torch.equal(sums, self._sums[name])]",
         "        changed: list[str] = []",
         ("tests/ranks/test_memory_copies.py::test_a_teacher_that_follows_comes_back",),
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -100,19 +101,25 @@ def log_accumulated(calls: list[torch.Tensor]) -> Callable[[torch.Tensor], None]
     return lambda param: calls.append(param.grad.clone())  # type: ignore[union-attr]
 
 
+def plain_and_split(axis: Any) -> tuple[nn.Sequential, nn.Sequential, WeightGradients]:
+    """Two layers as torch has them, and with put-off gradients; these are divided along ``axis``, if there is one."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+    split, later = copy.deepcopy(plain), WeightGradients()
+    if axis is not None:
+        region = Region(axis)
+        make_column_parallel(split[0], region, ((0, 6),))
+        make_row_parallel(split[2], region, ((0, 6),))
+    SplitLayers(split, later)
+    return plain, split, later
+
+
 @pytest.mark.parametrize("divided", (False, True))
 def test_hooks_of_weights_get_the_gradients_of_torch(divided: bool) -> None:
     """Hooks change gradients, and see what is accumulated; later ones are taken away, and weights wait again."""
 
     def work(axis: object) -> None:
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-        split, later = copy.deepcopy(plain), WeightGradients()
-        if divided:
-            region = Region(axis)  # type: ignore[arg-type]
-            make_column_parallel(split[0], region, ((0, 6),))
-            make_row_parallel(split[2], region, ((0, 6),))
-        SplitLayers(split, later)
+        plain, split, later = plain_and_split(axis if divided else None)
         seen: list[list[torch.Tensor]] = [[], []]
         handles = []
         for calls, net in zip(seen, (plain, split), strict=True):
@@ -142,14 +149,7 @@ class Half(nn.Module):
 @pytest.mark.parametrize("pruned", (False, True))
 def test_weights_that_are_computed_from_others_from_now_on_reach_them(pruned: bool, divided: bool) -> None:
     def work(axis: object) -> None:
-        torch.manual_seed(0)
-        plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
-        split, later = copy.deepcopy(plain), WeightGradients()
-        if divided:
-            region = Region(axis)  # type: ignore[arg-type]
-            make_column_parallel(split[0], region, ((0, 6),))
-            make_row_parallel(split[2], region, ((0, 6),))
-        SplitLayers(split, later)
+        plain, split, later = plain_and_split(axis if divided else None)
         for net in (plain, split):
             net(torch.ones(3, 4)).square().sum().backward()
         assert len(later.take()) == 2

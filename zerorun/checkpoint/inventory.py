@@ -283,8 +283,11 @@ class Inventory:
 
     def frozen_weights(self) -> Iterator[TensorPart]:
         """The weights that this rank holds of what is not trained."""
-        trained = {part.name for part in self.weights(frozen=False)}
-        return (part for part in self.weights() if part.name not in trained)
+        self.subject.model.make_ready()
+        for name, home in self.homes.items():
+            if not home.flat_group.trainable and home.numel:
+                yield from frozen_parts(name, home)
+        yield from self.parts_apart()
 
     def parts_apart(self) -> Iterator[TensorPart]:
         """What stays apart, on the first rank of a pipeline stage only: all ranks of the stage have the same."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class MemoryCopies:
         self._encoded = b""
         self._places = self.checkpointer.saver.ranks.volumes(place)  # for each rank, the first one of its host
         self._memory: dict[tuple[int, int], torch.Tensor] = {}  # by slot and rank
-        self._sums = _sums_of_frozen(self.checkpointer)  # as the script has made them
+        self._sums = _sums_by_name(self.checkpointer.inventory.frozen_weights())  # as the script has made them
         self._has_frozen = any(self.checkpointer.saver.ranks.gather(bool(self._sums)))
         self._frozen: dict[str, dict[str, Any]] = {}  # the checksums of whole ones
         self._constant: set[str] = set()  # those of which nothing else is kept
@@ -104,7 +104,7 @@ class MemoryCopies:
         with without_edits(self.checkpointer.subject.model):
             captured = self.checkpointer.capture("", {}, trainable_only=True)
             captured.copy_tensors()
-            changed = self._changed()
+            changed = self._changed(captured.frozen)
         captured.parts += [part for part in captured.frozen if part.name in changed]
         captured.frozen = [part for part in captured.frozen if part.name not in changed]
         self._plan(captured)
@@ -136,12 +136,11 @@ class MemoryCopies:
         self._whole = self._slot
         self._forget_others(self._epoch, self._whole)
 
-    def _changed(self) -> set[str]:
+    def _changed(self, frozen: Iterable[TensorPart]) -> set[str]:
         """The names of frozen parameters that are other ones than at the end of initialize(), on any rank."""
         if not self._has_frozen:
             return set()
-        now = _sums_of_frozen(self.checkpointer)
-        changed = [name for name, sums in now.items() if not torch.equal(sums, self._sums[name])]
+        changed = [name for name, sums in _sums_by_name(frozen).items() if not torch.equal(sums, self._sums[name])]
         return set().union(*self.checkpointer.saver.ranks.gather(changed))
 
     def _plan(self, captured: Captured) -> None:
@@ -292,9 +291,9 @@ class MemoryCopies:
         self.checkpointer.close()
 
 
-def _sums_of_frozen(checkpointer: Checkpointer) -> dict[str, torch.Tensor]:
-    """By the name of a frozen parameter, the checksums of what this rank holds of it."""
-    return {part.name: sums_of(part.tensor).cpu() for part in checkpointer.inventory.frozen_weights()}
+def _sums_by_name(parts: Iterable[TensorPart]) -> dict[str, torch.Tensor]:
+    """By the name of a parameter, the checksums of the part of it."""
+    return {part.name: sums_of(part.tensor).cpu() for part in parts}
 
 
 def _shape_of(part: TensorPart) -> tuple[Any, ...]:

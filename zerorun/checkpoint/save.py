@@ -4,9 +4,9 @@
 Nothing that a checkpoint holds changes between two steps, so an ordinary save writes tensors from where they are in host
 memory. An asynchronous save first copies this rank's part into host memory of its own, which is kept for the next save, and
 lets training go on; a thread then does exactly what an ordinary save does, but from the copies. Frozen weights that are
-left out have no copies: their checksums are made before training goes on, since a script may merge adapters into them at
-once. Only one save runs at a time: the next one waits. An error in the thread is raised by the next call that saves, loads
-or waits. If there is no such call, the process ends with exit code 1.
+left out have none in host memory: there checksums are made before training goes on, since a script may merge adapters into
+them at once. Only one save runs at a time: the next one waits. An error in the thread is raised by the next call that
+saves, loads or waits. If there is no such call, the process ends with exit code 1.
 """
 
 from __future__ import annotations

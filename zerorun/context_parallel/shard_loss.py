@@ -9,7 +9,6 @@ return the whole loss, the same bits.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -21,12 +20,10 @@ from torch.nn.modules import module as common
 from ..errors import ModelError
 from ..ops import linear_cross_entropy
 from ..ops.token_loss import mean_over
-from ..plan.replaced_forwards import UnavailableOutput
+from ..plan.replaced_forwards import UnavailableOutput, is_own_hook
 from ..tensor_parallel.causal_loss import ReplacedLoss
 from .divided_model import Division, OwnForward
 from .sequence_rows import Rows, sum_over
-
-_PACKAGE = f"{__name__.partition('.')[0]}."
 
 _NO_LOGITS = (
     "with divided sequences a model in training that is given labels computes its loss without whole logits. Remedy: leave "
@@ -105,13 +102,7 @@ def _is_watched(head: nn.Module) -> bool:
         common._global_backward_hooks,
         common._global_backward_pre_hooks,
     )
-    return any(not _is_own(hook) for hooks in (*of_head, *everywhere) for hook in hooks.values())
-
-
-def _is_own(hook: Any) -> bool:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return str(getattr(hook, "__module__", "")).startswith(_PACKAGE)
+    return any(not is_own_hook(hook) for hooks in (*of_head, *everywhere) for hook in hooks.values())
 
 
 class ShardLoss(ReplacedLoss):

@@ -57,8 +57,8 @@ def initialize(
     optimizer has, as TRL makes one to evaluate it, is given back by that engine first, which goes on as a call of the model
     (see ``taking_over``). Raises what ``zerorun.initialize`` raises; ConfigError for what tp_model_init(), ``mpu`` or
     ``mesh_param`` say otherwise than the configuration, and for an engine that is to go on by itself in transformers'
-    Trainer; and TopologyError for an ``mpu`` whose ranks have parts of a layer,
-    unless they are those that the configuration names, or if ``dist_init_required`` is False and ranks have not met.
+    Trainer; and TopologyError for an ``mpu`` whose ranks have parts of a layer, unless they are those that the
+    configuration names, or if ``dist_init_required`` is False and ranks have not met.
     """
     _refuse_strangers(dist_init_required)
     source = config_of(config if config is not None else config_params, args)

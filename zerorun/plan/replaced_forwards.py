@@ -1,4 +1,7 @@
-"""Forwards that replace those of modules, inside or outside of each other, and give them back; and what they withhold."""
+"""Forwards that replace those of modules, inside or outside of each other, and give them back; and what they withhold.
+
+And which hooks of modules are zerorun's, and which a script's.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from ..errors import ModelError
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_PACKAGE = f"{__name__.partition('.')[0]}."
 # Functions that only begin when they are called, and run later.
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -143,3 +147,11 @@ def innermost(forward: Any) -> Any:
     while hasattr(forward, "inner"):
         forward = forward.inner
     return forward
+
+
+def is_own_hook(hook: Any) -> bool:
+    """True if a hook of a module, or of all modules, is zerorun's."""
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    owner = getattr(hook, "hook", hook)  # torch wraps hooks of state dicts
+    return str(getattr(owner, "__module__", type(owner).__module__)).startswith(_PACKAGE)

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..activations.changed_in_place import version_of
 from ..distributed.tensor_shard import even_range
 from ..errors import ModelError
 from ..plan.replaced_forwards import uncompiled
@@ -128,7 +129,7 @@ class SequenceParallel:
     def _give(self, block: nn.Module, args: Any, output: Any) -> None:
         if not (_is_recomputing() or torch.compiler.is_compiling()):
             found = output[0] if isinstance(output, tuple) and output else output
-            self.region.given = (found, _writes(found)) if isinstance(found, torch.Tensor) else None
+            self.region.given = (found, version_of(found)) if isinstance(found, torch.Tensor) else None
 
     def _follow(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See [Note: between blocks]."""
@@ -143,7 +144,7 @@ class SequenceParallel:
             return
         (given, writes), self.region.given = self.region.given, None
         hidden = _hidden(block, args, kwargs)
-        if (hidden is not given or _writes(given) != writes) and self._differs(hidden, given, writes):
+        if (hidden is not given or version_of(given) != writes) and self._differs(hidden, given, writes):
             raise ModelError(
                 "with sequence parallelism each rank has a part of the sequence between blocks, where the model computes "
                 f"something: a {type(block).__name__} does not get what the block before it gives. Remedy: do it inside a "
@@ -152,7 +153,7 @@ class SequenceParallel:
 
     def _differs(self, hidden: torch.Tensor, given: torch.Tensor, writes: int) -> bool:
         """True if ``hidden`` is not ``given`` as it was, on any rank: one that has no token of the sequence cannot tell."""
-        differs = _writes(given) != writes or not torch.equal(hidden, given)
+        differs = version_of(given) != writes or not torch.equal(hidden, given)
         axis, mine = self.region.axis, torch.tensor([differs], dtype=torch.int64, device=hidden.device)
         return bool(axis.all_gather(mine, 0, range(axis.size + 1), "tensor: between blocks").sum())
 
@@ -198,11 +199,6 @@ class SequenceParallel:
             return self.lengths.get(own, self.length)
         mine = torch.tensor([own], device=part.device)
         return int(axis.all_gather(mine, 0, range(axis.size + 1), "tensor: lengths").sum())
-
-
-def _writes(tensor: torch.Tensor) -> int:
-    """How often ``tensor`` has been written to, as far as torch counts."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _is_recomputing() -> bool:

@@ -6,7 +6,6 @@ import contextlib
 import copy
 from collections import OrderedDict
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from ..activations.random_streams import streams
 from ..distributed.device import CPU, on_device
 from ..distributed.transport.world import gather_values
 from ..errors import StepError
+from ..plan.replaced_forwards import is_own_hook
 from ..plan.units import repeated_blocks
 from ..zero.gathered_parameters import GatheredParameters
 from ..zero.gradients import reduce_all
@@ -123,16 +123,9 @@ def whole_copy(engine: Any) -> nn.Module:
     for part in module.modules():
         for name, hooks in vars(part).items():
             if name.endswith("_hooks") and isinstance(hooks, dict):
-                memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if not _is_ours(hook))
+                memo[id(hooks)] = OrderedDict((key, hook) for key, hook in hooks.items() if not is_own_hook(hook))
     with GatheredParameters(module.parameters()), torch.no_grad():
         for param in module.parameters():
             memo[id(param)] = nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
     found: nn.Module = copy.deepcopy(module, memo)
     return found
-
-
-def _is_ours(hook: Any) -> bool:
-    while isinstance(hook, partial):
-        hook = hook.func
-    owner = getattr(hook, "hook", hook)  # torch wraps hooks of state dicts
-    return str(getattr(owner, "__module__", type(owner).__module__)).startswith("zerorun.")
