@@ -4677,6 +4677,14 @@ MUTANTS = (
         ("tests/unit/test_launcher_processes.py", "-k", "full_disk"),
     ),
     Mutant(
+        "a-store-that-does-not-answer-holds-up-all-notices",
+        "wait",
+        "zerorun/distributed/waits.py",
+        "    asking.join(_ANSWER_S)",
+        "    asking.join()",
+        ("tests/ranks/test_waits.py", "-k", "holds_up"),
+    ),
+    Mutant(
         "a-slow-disk-is-told-of-the-wrong-rank",
         "bound",
         "zerorun/distributed/transport/world.py",

@@ -114,6 +114,29 @@ def test_ranks_of_a_group_are_named_as_in_the_world() -> None:
     assert run_ranks(3, named_in_messages) == [[], [2] * 8, [1] * 8]
 
 
+def test_who_is_asked_and_does_not_answer_holds_up_no_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store whose host has gone is tried for an hour: the wait for it is told, and so are waits for others."""
+    answers, asked = threading.Event(), []
+
+    def unanswered() -> list[int]:
+        asked.append(threading.current_thread())
+        answers.wait(60 * patience())
+        return [0]
+
+    monkeypatch.setattr(waits, "_ANSWER_S", 0.1)
+    with told() as written:
+        with waits.waiting("a store", unanswered), waits.waiting("a disk"):
+            for _ in range(int(100 * patience())):
+                if len(written.getvalue().splitlines()) == 2:
+                    break
+                time.sleep(0.1)
+        answers.set()
+    for thread in asked:
+        thread.join()
+    lines = sorted(line.partition(", since ")[2][10:] for line in written.getvalue().splitlines())
+    assert lines == ["a disk.", "a store."]
+
+
 def test_a_save_says_so_too() -> None:
     first, slow = run_ranks(2, late, 1, "checkpoint")
     waits_for = [line.partition(", since ")[2].partition(": ")[2] for line in first.splitlines()]

@@ -13,6 +13,7 @@ which ends the process.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
@@ -32,6 +33,7 @@ from ..watch.board import ALL, Span, board
 # Seconds after which a wait is reported, unless $ZERORUN_WAIT_NOTICE_S says otherwise; 0: never.
 _DEFAULT_S = 30.0
 _LOOKS = 6  # how often the watch looks in that time
+_ANSWER_S = 5.0  # for which a notice waits to hear who has not come
 
 Missing = Callable[[], Iterable[int]]
 
@@ -143,11 +145,7 @@ class RollCall:
 
 def _say(entry: waiting, now: float) -> None:
     since = time.strftime("%H:%M:%S", time.localtime(time.time() - (now - entry.begun)))
-    try:
-        absent = sorted(entry.missing()) if entry.missing is not None else []
-    except Exception:  # the process that was asked may have ended, or the wait may be over
-        absent = []
-    who = ""
+    absent, who = _absent(entry.missing) if entry.missing is not None else [], ""
     if absent:
         who = f" Rank {absent[0]} has" if len(absent) == 1 else f" Ranks {', '.join(map(str, absent))} have"
         who += " not come."
@@ -156,6 +154,24 @@ def _say(entry: waiting, now: float) -> None:
     )
     sys.stderr.write(line)
     sys.stderr.flush()
+
+
+def _absent(missing: Missing) -> list[int]:
+    """Return the ranks that ``missing`` names; none if it does not answer in time.
+
+    It is asked on a thread of its own. A store whose host has gone is tried for as long as the job may wait, and neither
+    this notice nor that of any other wait is to be held up by it.
+    """
+    answer: list[int] = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # the process that was asked may have ended, or the wait may be over
+            answer.extend(sorted(missing()))
+
+    asking = threading.Thread(target=ask, name="zerorun waits: who has not come", daemon=True)
+    asking.start()
+    asking.join(_ANSWER_S)
+    return list(answer)
 
 
 def _seconds() -> float:
