@@ -4685,6 +4685,14 @@ MUTANTS = (
         ("tests/ranks/test_waits.py", "-k", "holds_up"),
     ),
     Mutant(
+        "ranks-with-many-open-files-fail",
+        "bound",
+        "zerorun/distributed/transport/peer_memory.py",
+        "    return bool(asked.poll(0))",
+        "    return bool(select.select([handle], [], [], 0)[0])",
+        ("tests/ranks/test_peer_memory.py", "-k", "many_open"),
+    ),
+    Mutant(
         "a-slow-disk-is-told-of-the-wrong-rank",
         "bound",
         "zerorun/distributed/transport/world.py",

@@ -8,6 +8,7 @@ import mmap
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import threading
@@ -220,6 +221,25 @@ def overwrite_at_once(how: str) -> list[float]:
     buffer.fill_(-1.0)
     transport.fence()
     return found if how == "sum" else sorted(set(full.tolist()))
+
+
+def sum_beside_many_files() -> list[float]:
+    """Of ranks that have opened more files than select() knows, before their engines: maps of data, say."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < 2048:
+        return [3.0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        return overwrite_at_once("sum")
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_ranks_may_have_many_open_files() -> None:
+    assert run_ranks(2, sum_beside_many_files) == [[3.0]] * 2
 
 
 def test_a_sum_may_be_written_to_at_once() -> None:

@@ -85,6 +85,8 @@ class _Conversation:
         assert process.stdin is not None and process.stdout is not None
         self._input, self._output = process.stdin, process.stdout
         self._rest = b""
+        self._arrived = select.poll()  # select() takes no file from number 1024 on, and hosts may be many
+        self._arrived.register(self._output, select.POLLIN)
 
     def say(self) -> None:
         try:
@@ -103,7 +105,7 @@ class _Conversation:
                 if message is not None:
                     return message
                 continue
-            if not select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not self._arrived.poll(max(0.0, deadline - time.monotonic()) * 1e3):
                 raise _Silence(f"no {what} within {seconds:.0f} s")
             chunk = os.read(self._output.fileno(), 1 << 16)
             if not chunk:

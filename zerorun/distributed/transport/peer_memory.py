@@ -460,7 +460,7 @@ class _Permission:
         if self._alive is None:
             return
         with self._changing:
-            if self._alive is not None and select.select([self._alive], [], [], 0)[0]:
+            if self._alive is not None and _has_ended(self._alive):
                 self._name(_ANYBODY)
 
     def end_unused(self) -> None:
@@ -482,6 +482,13 @@ class _Permission:
         if library is not None:
             value = _PR_SET_PTRACER_ANY if self._named == _ANYBODY else ctypes.c_ulong(self._named or 0)
             library.prctl(_PR_SET_PTRACER, value, 0, 0, 0)  # fails where nothing is restricted
+
+
+def _has_ended(handle: int) -> bool:
+    """True if the process of ``handle`` has ended. By poll(): select() takes no file from number 1024 on."""
+    asked = select.poll()
+    asked.register(handle, select.POLLIN)
+    return bool(asked.poll(0))
 
 
 _ANYBODY = -1
