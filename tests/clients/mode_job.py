@@ -243,7 +243,7 @@ def main() -> None:
     found |= {"parameters": parameters(), "in init": parameters_in_init()}
     found |= {"ignored": ignored(), "kernels": kernels(), "accelerated": accelerated()}
     with tempfile.TemporaryDirectory() as folder:
-        found |= {"logged": logged(folder), "resuming": resuming(f"{folder}/saved")}
+        found |= {"logged": logged(folder), "ignored beside Trainer": ignored(), "resuming": resuming(f"{folder}/saved")}
     found["classifier"] = classifier()
     found["trainer"] = {}
     for cell, stage in (("by day", None), ("by day", 3), ("sequences by day", 1)):

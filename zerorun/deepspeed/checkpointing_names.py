@@ -8,6 +8,7 @@ import torch
 
 from ..activations import checkpointing
 from ..activations.random_streams import MODEL_PARALLEL, RandomStreams, device_generator, streams
+from ..config.deepspeed_leniency import as_deepspeed_reads
 from ..zero.sharded_model import newest_topology
 from .mpu import method_of_tensor_ranks
 
@@ -34,7 +35,8 @@ def configure(
     """
     global _mpu
     _mpu = _mpu if mpu_ is None else mpu_
-    checkpointing.configure(deepspeed_config=deepspeed_config, checkpoint_in_cpu=checkpoint_in_cpu)
+    source = as_deepspeed_reads(deepspeed_config)
+    checkpointing.configure(deepspeed_config=source, checkpoint_in_cpu=checkpoint_in_cpu)
 
 
 def get_cuda_rng_tracker() -> RandomStreams:

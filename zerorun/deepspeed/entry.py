@@ -64,11 +64,12 @@ def initialize(
     source = config_of(config if config is not None else config_params, args)
     if model is None:
         raise ConfigError([ConfigProblem("model", None, "there is no model.", "Pass model=.")], "initialize()")
+    source = as_deepspeed_reads(source)
     _refuse_resuming_in_trainer(source)
     make = partial(
         make_engine,
         model,
-        with_script_ranks(as_deepspeed_reads(source), model, mpu, mesh_param),
+        with_script_ranks(source, model, mpu, mesh_param),
         optimizer=optimizer,
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
