@@ -314,10 +314,12 @@ try:
     deepspeed.init_distributed(dist_init_required=False)
 except Exception as error:
     print(type(error).__name__, "it has not" in str(error))
+deepspeed.checkpointing.configure(None, {"zero_optimization.reduce_bucket_size": 5})
+print(deepspeed.checkpointing.is_configured())
 """
     assert printed(BEGIN + text, tmp_path, WORLD_SIZE="4") == [
         "True False False", "(0.2,) (0.5,) 0.9", "['total_num_steps', 'warmup_min_lr', 'warmup_stps']",
-        "True", "30 True 20", "True False 1", "1 cycle_min_lr log warmup_min_ratio", "TopologyError True"
+        "True", "30 True 20", "True False 1", "1 cycle_min_lr log warmup_min_ratio", "TopologyError True", "True"
     ]  # fmt: skip
 
 
