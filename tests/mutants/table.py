@@ -3912,8 +3912,8 @@ MUTANTS = (
         "an-older-checkpoint-before-a-copy",
         "order",
         "zerorun/checkpoint/checkpointer.py",
-        "            if beside is not None and (other := beside(steps_of(ranks, path, name))) is not None:",
-        "            if beside is not None and failure is None and (other := beside(steps_of(ranks, path, name))) is not None:",
+        "            if beside is not None and (other := beside(*age_of(ranks, path, name))) is not None:",
+        "            if beside is not None and failure is None and (other := beside(*age_of(ranks, path, name))) is not None:",
         ("tests/ranks/test_memory_copies.py::test_a_copy_in_memory_comes_before_an_older_checkpoint",),
     ),
     Mutant(
@@ -4691,6 +4691,14 @@ MUTANTS = (
         "    return bool(asked.poll(0))",
         "    return bool(select.select([handle], [], [], 0)[0])",
         ("tests/ranks/test_peer_memory.py", "-k", "many_open"),
+    ),
+    Mutant(
+        "a-checkpoint-that-was-given-up-comes-back",
+        "stale",
+        "zerorun/checkpoint/memory_copies.py",
+        "            if step < steps and int(epoch) < as_number(saved_at):",
+        "            if step < steps:",
+        ("tests/ranks/test_memory_copies.py", "-k", "given_up_does_not"),
     ),
     Mutant(
         "a-slow-disk-is-told-of-the-wrong-rank",

@@ -376,6 +376,29 @@ def test_steps_that_the_script_has_given_up_do_not_come_back(tmp_path: Path) -> 
     assert run_ranks(2, given_up, str(tmp_path)) == [([3, 4, 4], True)] * 2
 
 
+def given_up_with_a_disk(folder: str) -> list[int]:
+    """Where starts begin, with a checkpoint of step 6 that was given up for one of step 3: with copies, and without them."""
+    disk = {"dir": f"{folder}/disk", "auto_resume": True, "every_steps": 3}
+    engine, found = make(Path(folder), 3, seed=3, **disk), []
+    train(engine, 7)
+    engine.load_checkpoint(f"{folder}/disk", "global_step3")
+    train(engine, 1)
+    for _ in range(2):
+        engine.destroy()
+        torch.distributed.barrier()
+        engine = make(Path(folder), 3, seed=99, **disk)
+        found.append(engine.global_steps)
+        torch.distributed.barrier()
+        shutil.rmtree(Path(folder) / f"host{own_rank()}")
+    engine.destroy()
+    return found
+
+
+def test_a_checkpoint_that_was_given_up_does_not_come_before_a_copy(tmp_path: Path) -> None:
+    """It has more steps than the copy. Where there is none, it is the last that is known."""
+    assert run_ranks(2, given_up_with_a_disk, str(tmp_path)) == [[4, 6]] * 2
+
+
 def damaged_on_disk(folder: str) -> tuple[int, int]:
     """Where a start begins if the newest checkpoint, of step 6, is damaged: with a copy of step 4, and without it."""
     disk = {"dir": f"{folder}/disk", "auto_resume": True, "in_memory": {"every_steps": 4}}

@@ -29,7 +29,7 @@ from .merging import Merged
 from .param_group_settings import IMPLEMENTATION
 from .rank_buffers import RankBuffers, Sums
 from .ranks import Ranks, attempt, is_by_rank, leads_stage, refuse_other, speaking_up
-from .read import Reader, candidates, open_on_all, refuse_foreign, steps_of
+from .read import Reader, age_of, candidates, open_on_all, refuse_foreign
 from .save import Captured, Saver, more_of, now, pack_values, scalar, states_apart, versions
 from .write import Destination
 from .write_plan import CAST, MASTER, MODEL
@@ -304,12 +304,12 @@ class Checkpointer:
         directory: str | Path,
         tag: str | None,
         wanted: Wanted,
-        beside: Callable[[int], Path | None] | None = None,
+        beside: Callable[[int, str], Path | None] | None = None,
     ) -> tuple[Path | None, dict[str, Any]]:
         """Load ``tag``, or without a tag the newest checkpoint that is complete and undamaged.
 
-        ``beside`` loads something else with at least so many steps, if there is any, and returns its path: it comes before
-        checkpoints with as many. Return the path of what was loaded and its client state; (None, {}) if there is nothing.
+        ``beside`` loads something else with at least so many steps, or that goes back to what was loaded after that time, if
+        there is any, and returns its path: it comes before checkpoints with as many. Return the path of what was loaded and its client state; (None, {}) if there is nothing.
         """
         self.wait()
         path, named = self._meet("load_checkpoint()", lambda: (directory_of(directory), tag_of(tag)))
@@ -324,7 +324,7 @@ class Checkpointer:
             return self._load_one(path, named, wanted)
         failure: DamagedError | None = None
         for name in candidates(ranks, path):
-            if beside is not None and (other := beside(steps_of(ranks, path, name))) is not None:
+            if beside is not None and (other := beside(*age_of(ranks, path, name))) is not None:
                 return other, {}
             if failure is not None and is_rank_zero():
                 logger.warning("%s Going back to checkpoint %s.", failure, name)
@@ -332,7 +332,7 @@ class Checkpointer:
                 return self._load_one(path, name, wanted)
             except DamagedError as error:
                 failure = error
-        if beside is not None and (other := beside(-1)) is not None:
+        if beside is not None and (other := beside(-1, "")) is not None:
             return other, {}
         if failure is not None:
             raise failure

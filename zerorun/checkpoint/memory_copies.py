@@ -22,7 +22,6 @@ tells them apart for the next start is the order in which the script makes them:
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -56,7 +55,7 @@ from .kept_parts import (
 )
 from .matching import Wanted
 from .ranks import Problem, Ranks, attempt
-from .save import Captured, frozen_sums, merge_facts, now, plan_together
+from .save import Captured, as_number, frozen_sums, merge_facts, now, plan_together
 
 _Version = tuple[str, int]  # an epoch, which begins with a start and where the script loads something else; the step
 _Found = dict[int, tuple[Path, PartsRecord]]  # by the rank that has kept it
@@ -152,7 +151,7 @@ class MemoryCopies:
         self._described = described
         self._layout = PartsLayout.of(plan_together(captured.parts, captured.order, ranks), ranks.rank)
         self._encoded = encode(self._layout)
-        begun = ranks.first(lambda: int(re.sub(r"\D", "", now())))
+        begun = ranks.first(lambda: as_number(now()))
         self._newest = max(begun, *(1 + newest for newest in ranks.gather(self._newest)))  # clocks of hosts differ
         self._epoch = f"{self._newest:024}"  # as many digits as a time has
         self._memory, self._whole = {}, -1
@@ -236,8 +235,11 @@ class MemoryCopies:
 
     # -- loading ---------------------------------------------------------------------------------------------------------
 
-    def load(self, wanted: Wanted, newer_than: int) -> Path | None:
-        """Load the newest copy that is whole, if it has more steps than ``newer_than``; None if there is none."""
+    def load(self, wanted: Wanted, steps: int, saved_at: str) -> Path | None:
+        """Load the newest copy that is whole, and newer than a checkpoint of ``steps`` that was ``saved_at``; else None.
+
+        It has as many steps, or the script has loaded something else since: then the checkpoint is of steps given up.
+        """
         ranks = self.checkpointer.saver.ranks
         here: dict[_Version, _Found] = {}
         for path, record in attempt(lambda: list(records_in(self._place)))[0] or []:
@@ -246,7 +248,7 @@ class MemoryCopies:
         self.checkpointer.subject.model.make_ready()  # otherwise they would change what is loaded
         for version in _complete(ranks, here):
             epoch, step = version
-            if step < newer_than:
+            if step < steps and int(epoch) < as_number(saved_at):
                 break
             found = here.get(version, {})
             try:

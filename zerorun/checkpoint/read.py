@@ -354,10 +354,10 @@ def candidates(ranks: Ranks, directory: Path) -> list[str]:
     return names
 
 
-def steps_of(ranks: Ranks, directory: Path, tag: str) -> int:
-    """The optimizer steps that a checkpoint has; -1 if nobody can read that. Collective."""
+def age_of(ranks: Ranks, directory: Path, tag: str) -> tuple[int, str]:
+    """(the optimizer steps that a checkpoint has, when it was saved); (-1, "") if nobody can read that. Collective."""
     manifest = attempt(partial(read_manifest, directory / tag))[0]
-    return max(ranks.gather(-1 if manifest is None else manifest.global_steps))
+    return max(ranks.gather((-1, "") if manifest is None else (manifest.global_steps, manifest.saved_at)))
 
 
 def open_on_all(ranks: Ranks, directory: Path, tag: str) -> Reader:

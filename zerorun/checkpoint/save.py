@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import os
 import platform
+import re
 import sys
 import threading
 import zlib
@@ -93,6 +94,11 @@ class RankFacts:
 def now() -> str:
     """The time in UTC, ISO 8601, to the microsecond."""
     return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+
+
+def as_number(moment: str) -> int:
+    """What ``now`` returned, as a number of 24 digits that grows with time."""
+    return int(re.sub(r"\D", "", moment.partition("+")[0])[:20].ljust(24, "0"))
 
 
 @cache

@@ -295,12 +295,12 @@ class Saving(Outcomes):
         """Load what a start goes on from: the newest of the copies in memory and, where asked for, the checkpoints."""
         section, copies = self.config.checkpoint, self.memory_copies
 
-        def from_memory(steps: int) -> Path | None:
-            return None if copies is None else copies.load(Wanted(), steps)
+        def from_memory(steps: int, saved_at: str) -> Path | None:
+            return None if copies is None else copies.load(Wanted(), steps, saved_at)
 
         if section.auto_resume and (directory := self._directory) is not None:
             return self._load(lambda: self.checkpointer.load(directory, None, Wanted(), from_memory))[0] is not None
-        return copies is not None and self._load(lambda: (from_memory(-1), {}))[0] is not None
+        return copies is not None and self._load(lambda: (from_memory(-1, ""), {}))[0] is not None
 
     def end_saving(self) -> None:
         """Wait for a save in the background, and end automatic saves and signal handling."""
