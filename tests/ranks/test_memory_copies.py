@@ -377,7 +377,7 @@ def test_steps_that_the_script_has_given_up_do_not_come_back(tmp_path: Path) -> 
 
 
 def given_up_with_a_disk(folder: str) -> list[int]:
-    """Where starts begin, with a checkpoint of step 6 that was given up for one of step 3: with copies, and without them."""
+    """Where starts begin, with a checkpoint of step 6 that was given up for one of step 3: with copies, and without."""
     disk = {"dir": f"{folder}/disk", "auto_resume": True, "every_steps": 3}
     engine, found = make(Path(folder), 3, seed=3, **disk), []
     train(engine, 7)

@@ -308,8 +308,9 @@ class Checkpointer:
     ) -> tuple[Path | None, dict[str, Any]]:
         """Load ``tag``, or without a tag the newest checkpoint that is complete and undamaged.
 
-        ``beside`` loads something else with at least so many steps, or that goes back to what was loaded after that time, if
-        there is any, and returns its path: it comes before checkpoints with as many. Return the path of what was loaded and its client state; (None, {}) if there is nothing.
+        ``beside`` loads something else with at least so many steps, or with what took the place of steps that had been saved
+        by then, if there is any, and returns its path: it comes before checkpoints with as many. Return the path of what was
+        loaded and its client state; (None, {}) if there is nothing.
         """
         self.wait()
         path, named = self._meet("load_checkpoint()", lambda: (directory_of(directory), tag_of(tag)))
