@@ -308,8 +308,8 @@ class Checkpointer:
     ) -> tuple[Path | None, dict[str, Any]]:
         """Load ``tag``, or without a tag the newest checkpoint that is complete and undamaged.
 
-        ``beside`` loads something else with at least so many steps, or with what took the place of steps that had been saved
-        by then, if there is any, and returns its path: it comes before checkpoints with as many. Return the path of what was
+        ``beside`` loads something else with at least so many steps, or what took the place of steps that had been saved by
+        then, if there is any, and returns its path: it comes before checkpoints with as many. Return the path of what was
         loaded and its client state; (None, {}) if there is nothing.
         """
         self.wait()
