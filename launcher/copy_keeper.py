@@ -30,6 +30,11 @@ class EngineFolders:
 
     def __init__(self, first: int = 0) -> None:
         self._next = first
+        self.gone_on: dict[int, int] = {}  # the steps from which engines, by their numbers, have gone on in this start
+
+    def note(self, number: int, step: int) -> None:
+        """An engine has gone on from ``step``."""
+        self.gone_on[number] = step
 
     def take(self, folder: str) -> Path:
         """Return that of the next engine."""

@@ -4701,6 +4701,22 @@ MUTANTS = (
         ("tests/ranks/test_memory_copies.py", "-k", "given_up_does_not"),
     ),
     Mutant(
+        "engines-that-take-turns-go-on-from-the-midst-of-a-pass",
+        "stale",
+        "zerorun/checkpoint/memory_copies.py",
+        "            if turn.ends_pass and all(turn.beside.get(number, steps) == steps for number, steps in gone_on.items())",
+        "            if all(turn.beside.get(number, steps) == steps for number, steps in gone_on.items())",
+        ("tests/ranks/test_memory_copies.py", "-k", "from_one_pass"),
+    ),
+    Mutant(
+        "a-copy-is-forgotten-before-the-others-of-its-pass-are-whole",
+        "wait",
+        "zerorun/checkpoint/memory_copies.py",
+        "        for copies in (*_turns, self):",
+        "        for copies in (self,):",
+        ("tests/ranks/test_memory_copies.py", "-k", "of_its_pass"),
+    ),
+    Mutant(
         "a-slow-disk-is-told-of-the-wrong-rank",
         "bound",
         "zerorun/distributed/transport/world.py",

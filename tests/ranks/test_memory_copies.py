@@ -21,6 +21,7 @@ from harness import run_ranks
 from torch import nn
 
 import zerorun
+from zerorun.checkpoint import memory_copies
 from zerorun.checkpoint.kept_parts import BLOCK_BYTES, records_in
 from zerorun.checkpoint.memory_copies import MemoryCopies, partners
 from zerorun.distributed.wire import decode
@@ -53,9 +54,12 @@ def model_of(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 37), nn.Dropout(0.1), nn.ReLU(), nn.Linear(37, width))
 
 
-def make(folder: Path, stage: int, seed: int, width: int = WIDTH, number: int = 0, **checkpoint: Any) -> zerorun.Engine:
-    """The engine ``number`` of a start, on a rank whose host keeps copies in ``folder``."""
-    copy_keeper.engine_folders = copy_keeper.EngineFolders(number)
+def make(
+    folder: Path, stage: int, seed: int, width: int = WIDTH, number: int | None = 0, **checkpoint: Any
+) -> zerorun.Engine:
+    """The engine ``number`` of a start, or the next one, on a rank whose host keeps copies in ``folder``."""
+    if number is not None:
+        copy_keeper.engine_folders = copy_keeper.EngineFolders(number)
     rank = own_rank()
     own = folder / f"host{rank}"
     own.mkdir(parents=True, exist_ok=True)
@@ -263,6 +267,77 @@ def of_two_engines(folder: str) -> None:
 
 def test_engines_of_one_job_do_not_take_each_other_s_copies(tmp_path: Path) -> None:
     run_ranks(2, of_two_engines, str(tmp_path))
+
+
+def in_turns(folder: str, ahead: tuple[int, int]) -> tuple[list[int], bool, int]:
+    """The steps that two engines go on from after 3 passes and ``ahead`` steps of each more, and the warnings about it.
+
+    And whether they have what they had at the end of the last pass: one learns from the other in the same loop.
+    """
+
+    def start(place: Path) -> list[zerorun.Engine]:
+        copy_keeper.engine_folders = copy_keeper.EngineFolders()
+        return [make(place, 3, seed=number, number=None) for number in range(2)]
+
+    def step(first: zerorun.Engine, engine: zerorun.Engine) -> None:
+        batch = torch.randn(2, WIDTH)
+        engine.backward((engine(batch).float() - first(batch).float().detach()).square().mean() + engine(batch).mean())
+        engine.step()
+
+    engines, own = start(Path(folder)), f"host{own_rank()}"
+    for _ in range(3):
+        for engine in engines:
+            step(engines[0], engine)
+    expected = [digest(engine) for engine in engines]
+    for engine, steps in zip(engines, ahead, strict=True):
+        for _ in range(steps):
+            step(engines[0], engine)
+    for engine in engines:
+        engine.memory_copies.wait()  # type: ignore[union-attr]
+    torch.distributed.barrier()
+    shutil.copytree(Path(folder, own), Path(folder, "crashed", own))
+    for engine in engines:
+        engine.destroy()
+    with patch.object(memory_copies.logger, "warning") as warning:
+        engines = start(Path(folder, "crashed"))
+    found = [engine.global_steps for engine in engines], [digest(engine) for engine in engines] == expected
+    for engine in engines:
+        engine.destroy()
+    return *found, sum("in the midst" in call.args[0] for call in warning.call_args_list)
+
+
+@pytest.mark.parametrize(
+    ("ahead", "steps", "same", "told"),
+    [
+        ((0, 0), [3, 3], True, 0),
+        ((1, 0), [3, 3], True, 0),
+        ((1, 1), [4, 4], False, 0),
+        ((2, 0), [5, 3], False, 2),  # the end of the pass is no longer in memory
+    ],
+)
+def test_engines_that_take_turns_go_on_from_one_pass(
+    ahead: tuple[int, int], steps: list[int], same: bool, told: int, tmp_path: Path
+) -> None:
+    first, second = run_ranks(2, in_turns, str(tmp_path), ahead)
+    assert first == (steps, same, told)
+    assert second == (steps, same, 0)
+
+
+def kept_until(folder: str) -> bool:
+    """Whether an engine that steps waits for the copy of another one first: then it forgets its own of the pass before."""
+    engines = [make(Path(folder), 0, seed=number, number=number) for number in range(2)]
+    for engine in engines:
+        train(engine, 1)
+    copies = engines[1].memory_copies
+    with patch.object(type(copies), "wait", autospec=True, side_effect=type(copies).wait) as waited:
+        train(engines[0], 1)
+    for engine in engines:
+        engine.destroy()
+    return any(call.args[0] is copies for call in waited.call_args_list)
+
+
+def test_a_copy_is_kept_until_those_of_its_pass_are_whole(tmp_path: Path) -> None:
+    assert run_ranks(1, kept_until, str(tmp_path)) == [True]
 
 
 def failing(folder: str, point: str) -> dict[int, list[int]]:

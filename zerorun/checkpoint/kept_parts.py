@@ -90,6 +90,17 @@ class PartsLayout:
 
 
 @dataclass(frozen=True)
+class Turn:
+    """A step in a loop that may step several engines. See [Note: several engines] in memory_copies.py.
+
+    ``ends_pass``: a pass of the loop was over with it. ``beside``: the steps of the other engines, by their numbers.
+    """
+
+    ends_pass: bool
+    beside: dict[int, int]
+
+
+@dataclass(frozen=True)
 class PartsRecord:
     """What the file of ``rank``, one of ``world``, has: step, length, checksums, layout, and what the rank knows beside."""
 
@@ -102,6 +113,7 @@ class PartsRecord:
     sums: torch.Tensor  # int64, of each block
     layout: bytes  # an encoded PartsLayout, which is the same for many steps
     facts: RankFacts
+    turn: Turn
 
     @property
     def version(self) -> tuple[str, int]:

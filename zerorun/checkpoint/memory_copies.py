@@ -17,15 +17,22 @@ What a start has loaded is copied anew at once: after a host was lost, the other
 [Note: several engines]
 A job may have several engines, at a time or one after the other, and none may take the copies of another for its own. What
 tells them apart for the next start is the order in which the script makes them: each has a folder of its number.
+
+Engines that take turns in a loop have to go on from one pass of it. A pass is over when the one has stepped that made its
+first step last. So a record tells whether a pass was over with this step, and which steps the other engines had then; and a
+copy is kept until those of the same pass are whole. A start takes such steps that a pass was over with them. There are none
+if one engine makes more than one step in a pass: a warning says that it goes on in the midst of one.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -44,6 +51,7 @@ from .kept_parts import (
     PartsLayout,
     PartsReader,
     PartsRecord,
+    Turn,
     block_sums,
     is_good,
     make_room,
@@ -57,6 +65,7 @@ from .matching import Wanted
 from .ranks import Problem, Ranks, attempt
 from .save import Captured, as_number, frozen_sums, merge_facts, now, plan_together
 
+_STOPPED = 100  # copies of other engines, after which one that makes none is taken for one that does not step any more
 _Version = tuple[str, int]  # an epoch, which begins with a start and where the script loads something else; the step
 _Found = dict[int, tuple[Path, PartsRecord]]  # by the rank that has kept it
 
@@ -80,6 +89,7 @@ class MemoryCopies:
         self._constant: set[str] = set()  # those of which nothing else is kept
         self._thread: threading.Thread | None = None
         self._problem: Problem | None = None
+        self._turn = Turn(True, {})  # of what is kept next
 
     @classmethod
     def make(cls, subject: Subject, run: Any, every_steps: int) -> MemoryCopies | None:
@@ -97,8 +107,14 @@ class MemoryCopies:
 
     # -- keeping ---------------------------------------------------------------------------------------------------------
 
+    def keep_step(self) -> None:
+        """Copy what the ranks have after a step, and begin to send it."""
+        self.settle()
+        self._turn = _take_turn(self)
+        self.keep()
+
     def keep(self) -> None:
-        """Copy what the ranks have now, and begin to send it."""
+        """Copy what the ranks have now, which is what they have loaded, and begin to send it."""
         self.settle()
         with without_edits(self.checkpointer.subject.model):
             captured = self.checkpointer.capture("", {}, trainable_only=True)
@@ -117,6 +133,7 @@ class MemoryCopies:
         self.settle()
         epoch, self._epoch, self._memory, self._described = self._epoch, "", {}, None
         self._forget_others(epoch, self._whole)  # there is room for two
+        self._turn = Turn(True, _steps_beside(self))
         self.keep()
         self.settle()
 
@@ -124,8 +141,8 @@ class MemoryCopies:
         """Wait until the last copy is whole. If it failed, say so: training goes on, with the copy before that."""
         if self._thread is None:
             return
-        with waiting("checkpoint: a copy in memory", span=NOBODY):
-            self._thread.join()
+        for copies in (*_turns, self):
+            copies.wait()
         self._thread, problem = None, self._problem
         try:
             self.checkpointer.saver.ranks.agree(problem)
@@ -134,6 +151,22 @@ class MemoryCopies:
             return
         self._whole = self._slot
         self._forget_others(self._epoch, self._whole)
+
+    def wait(self) -> None:
+        """Wait until this rank's part in the last copy is over, whatever came of it."""
+        if self._thread is not None:
+            with waiting("checkpoint: a copy in memory", span=NOBODY):
+                self._thread.join()
+
+    @property
+    def number(self) -> int:
+        """Which engine of the job it is."""
+        return int(self._place.name)
+
+    @property
+    def steps(self) -> int:
+        """That its engine has made."""
+        return self.checkpointer.run.counters()["global_steps"]
 
     def _changed(self, frozen: Iterable[TensorPart]) -> set[str]:
         """The names of frozen parameters that are other ones than at the end of initialize(), on any rank."""
@@ -217,7 +250,8 @@ class MemoryCopies:
         captured.manifest.frozen_base = {name: self._frozen[name] for name in sorted(self._constant)} or None
         step, facts = captured.manifest.global_steps, captured.facts(ranks)
         who = step, self._epoch, self._slot, ranks.rank, ranks.size
-        return encode(PartsRecord(*who, memory.numel(), block_sums(memory), self._encoded, facts)), memory
+        what = memory.numel(), block_sums(memory), self._encoded, facts, self._turn
+        return encode(PartsRecord(*who, *what)), memory
 
     def _take(self, rank: int, record: bytes) -> None:
         self.checkpointer.check_point("record")
@@ -241,25 +275,63 @@ class MemoryCopies:
         It has as many steps, or the script has loaded something else since: then the checkpoint is of steps given up.
         """
         ranks = self.checkpointer.saver.ranks
-        here: dict[_Version, _Found] = {}
-        for path, record in attempt(lambda: list(records_in(self._place)))[0] or []:
-            here.setdefault(record.version, {})[record.rank] = path, record
-            self._newest = max(self._newest, int(record.epoch))
+        here = self._found(self._place)
+        self._newest = max(self._newest, *(int(epoch) for epoch, _ in here), 0)
         self.checkpointer.subject.model.make_ready()  # otherwise they would change what is loaded
-        for version in _complete(ranks, here):
-            epoch, step = version
-            if step < steps and int(epoch) < as_number(saved_at):
-                break
-            found = here.get(version, {})
-            try:
-                reader = self._open(ranks, found)
-                self.checkpointer.restore(reader, wanted)
+        whole = _complete(ranks, here)
+        ends = self._ends_of_passes(ranks, whole)
+        at_ends, in_midst = ([v for v in whole if (v[1] in ends) == is_end] for is_end in (True, False))
+        for versions, later in ((at_ends, in_midst), (in_midst, [])):
+            for version in versions:
+                epoch, step = version
+                if max([step, *(reached for _, reached in later)]) < steps and int(epoch) < as_number(saved_at):
+                    break  # the checkpoint is newer than these, and than all that is later in the same pass
+                found = here.get(version, {})
+                try:
+                    reader = self._open(ranks, found)
+                    self.checkpointer.restore(reader, wanted)
+                except DamagedError as error:
+                    if is_rank_zero():
+                        logger.warning("the copy of step %d in memory is not whole: %s", step, error)
+                    continue
                 self._forget_others(epoch, next((record.slot for _, record in found.values()), -1))
+                self._go_on(step, whole[version], in_midst=step not in ends)
                 return reader.path
-            except DamagedError as error:
-                if is_rank_zero():
-                    logger.warning("the copy of step %d in memory is not whole: %s", step, error)
         return None
+
+    def _found(self, place: Path) -> dict[_Version, _Found]:
+        """What this host has in ``place``."""
+        here: dict[_Version, _Found] = {}
+        for path, record in attempt(lambda: list(records_in(place)))[0] or []:
+            here.setdefault(record.version, {})[record.rank] = path, record
+        return here
+
+    def _ends_of_passes(self, ranks: Ranks, whole: Mapping[_Version, Turn]) -> set[int]:
+        """The steps with which a pass was over, see [Note: several engines], as far as they fit what has gone on."""
+        gone_on = copy_keeper.engine_folders.gone_on
+        found = {
+            step
+            for (_, step), turn in whole.items()
+            if turn.ends_pass and all(turn.beside.get(number, steps) == steps for number, steps in gone_on.items())
+        }
+        numbers = [int(path.name) for path in self._place.parent.glob("*") if path.name.isdecimal()]
+        for other in sorted(set().union(*ranks.gather(numbers)) - {self.number}):
+            for (_, step), turn in _complete(ranks, self._found(self._place.parent / str(other))).items():
+                if turn.ends_pass and self.number in turn.beside and gone_on.get(other, step) == step:
+                    found.add(turn.beside[self.number])
+        return found
+
+    def _go_on(self, step: int, turn: Turn, *, in_midst: bool) -> None:
+        self._turn = turn
+        copy_keeper.engine_folders.note(self.number, step)
+        if in_midst and is_rank_zero():
+            logger.warning(
+                "checkpoint.in_memory: engine %d of this job goes on from step %d, in the midst of a pass of a loop that "
+                "steps several engines: the others may go on from another one. Remedy, if they should not: let each engine "
+                "make one step in a pass, or save all of them at its end with save_checkpoint(), and load these.",
+                self.number,
+                step,
+            )
 
     def _open(self, ranks: Ranks, here: _Found) -> PartsReader:
         """Open one copy, of which this host has ``here``. Each of its files is checked by one rank of the host."""
@@ -290,6 +362,7 @@ class MemoryCopies:
     def close(self) -> None:
         """Wait for the last copy, and release the process group."""
         self.settle()
+        _turns.pop(self, None)
         self.checkpointer.close()
 
 
@@ -303,18 +376,37 @@ def _shape_of(part: TensorPart) -> tuple[Any, ...]:
     return part.set, part.name, part.start, part.tensor.numel(), part.tensor.dtype, part.shape, part.shard, part.rounded
 
 
-def _complete(ranks: Ranks, here: dict[_Version, _Found]) -> Sequence[_Version]:
+def _complete(ranks: Ranks, here: dict[_Version, _Found]) -> dict[_Version, Turn]:
     """The versions of which the hosts together have the files of all ranks, the newest first."""
     kept: dict[_Version, set[int]] = {}
-    worlds: dict[_Version, int] = {}
-    for found in ranks.gather(
-        [(version, list(files), next(iter(files.values()))[1].world) for version, files in here.items()]
-    ):
-        for version, members, world in found:
+    told: dict[_Version, tuple[int, Turn]] = {}
+    records = {version: next(iter(files.values()))[1] for version, files in here.items()}
+    for found in ranks.gather([(v, list(files), (records[v].world, records[v].turn)) for v, files in here.items()]):
+        for version, members, what in found:
             kept.setdefault(version, set()).update(members)
-            worlds[version] = world
-    whole = [version for version, members in kept.items() if members == set(range(worlds[version]))]
-    return sorted(whole, reverse=True)
+            told[version] = what
+    whole = [version for version, members in kept.items() if members == set(range(told[version][0]))]
+    return {version: told[version][1] for version in sorted(whole, reverse=True)}
+
+
+# -- engines that take turns -----------------------------------------------------------------------------------------------
+
+_turns: WeakKeyDictionary[MemoryCopies, int] = WeakKeyDictionary()  # in the order of their first steps: the last turn
+_numbers = itertools.count()
+
+
+def _take_turn(copies: MemoryCopies) -> Turn:
+    """See [Note: several engines]. ``copies`` are those of an engine that has stepped."""
+    _turns[copies] = now = next(_numbers)
+    for other, last in list(_turns.items()):
+        if now - last > _STOPPED:
+            del _turns[other]
+    return Turn([*_turns][-1] is copies, _steps_beside(copies))
+
+
+def _steps_beside(copies: MemoryCopies) -> dict[int, int]:
+    """By its number, the steps of each other engine that takes turns with this one."""
+    return {other.number: other.steps for other in _turns if other is not copies}
 
 
 _CHUNK = 128 * BLOCK_BYTES  # bytes of a message

@@ -345,7 +345,7 @@ class Engine(CurvatureTaking):
         if saves is not None:
             self._save_if_due(saves, *others)
         if self.memory_copies is not None and self.memory_copies.due(self.global_steps):
-            self.memory_copies.keep()
+            self.memory_copies.keep_step()
 
     def _update(self, summary: Summary, backwards: int, lr_kwargs: Mapping[str, Any]) -> None:
         model = self.sharded_model
