@@ -20,6 +20,7 @@ from .this_host import LOOPBACK, LOOPBACK_INTERFACE
 
 DROPPED_PREFIX = "TORCHELASTIC_"  # left by a torchrun around us, these make torch look for an agent that is not there
 JOB_SECRET = "ZERORUN_JOB_SECRET"  # lets hosts join a job; workers have no use for it
+COPIES_FOLDER = "ZERORUN_KEEPER"  # the folder of a job's copies in memory (copy_keeper.py), for its own workers alone
 # Variables that go to other hosts because they configure the libraries that a worker uses. --export adds more.
 EXPORTED_PREFIXES = (
     "CUBLAS_", "CUDA_", "GLOO_", "HF_", "HUGGINGFACE_", "KMP_", "MKL_", "MLFLOW_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_",
@@ -29,7 +30,15 @@ EXPORTED_NAMES = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
 THREADS_NAME = "OMP_NUM_THREADS"
 INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the launcher where the user has not
 # Not exported in spite of their prefix; CUDA_VISIBLE_DEVICES because other hosts may have other devices.
-NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP", "PYTHONHOME", "ZERORUN_TTY", JOB_SECRET, DROPPED_PREFIX)
+NOT_EXPORTED = (
+    "CUDA_VISIBLE_DEVICES",
+    "PYTHONSTARTUP",
+    "PYTHONHOME",
+    "ZERORUN_TTY",
+    JOB_SECRET,
+    COPIES_FOLDER,
+    DROPPED_PREFIX,
+)
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|SIGNATURE|_PWD|(?:^|_)(?:DSN|SIG)$", re.IGNORECASE)
 _USER_INFORMATION = re.compile(r"(?<=://)[^\s/?#@]*(?:@[^\s/?#@]*)*(?=@)")  # name:password of a URL; either may hold an @
 _URL_FIELD = re.compile(r"(?<=[?&;])([\w.-]+)=[^&;#\s]+")
@@ -283,7 +292,7 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 def full_environment(worker: WorkerCommand, base: Mapping[str, str]) -> dict[str, str]:
     """Return the whole environment of ``worker``; ``base`` is that of its host."""
-    dropped = (DROPPED_PREFIX, JOB_SECRET)
+    dropped = (DROPPED_PREFIX, JOB_SECRET, COPIES_FOLDER)
     kept = {name: value for name, value in base.items() if not name.startswith(dropped)}
     return {**kept, **worker.env}
 

@@ -3521,6 +3521,22 @@ MUTANTS = (
         ("tests/unit/test_told_restarts.py::test_what_nobody_could_empty_is_emptied_by_the_next_job",),
     ),
     Mutant(
+        "copies-of-the-run-around",
+        "stale",
+        "launcher/copy_keeper.py",
+        "    _own_folder = os.environ.pop(COPIES_FOLDER, _own_folder)",
+        "    _own_folder = os.environ.get(COPIES_FOLDER, _own_folder)",
+        ("tests/ranks/test_memory_copies.py::test_a_program_that_a_rank_starts_does_not_take_its_copies",),
+    ),
+    Mutant(
+        "copies-of-the-launcher-around",
+        "stale",
+        "launcher/job_plan.py",
+        "    dropped = (DROPPED_PREFIX, JOB_SECRET, COPIES_FOLDER)",
+        "    dropped = (DROPPED_PREFIX, JOB_SECRET)",
+        ("tests/unit/test_launcher.py::test_a_job_that_a_rank_starts_does_not_take_the_copies_of_the_rank",),
+    ),
+    Mutant(
         "copies-of-another-engine",
         "stale",
         "zerorun/checkpoint/memory_copies.py",

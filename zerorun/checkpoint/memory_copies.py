@@ -21,7 +21,6 @@ tells them apart for the next start is the order in which the script makes them:
 
 from __future__ import annotations
 
-import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -85,7 +84,7 @@ class MemoryCopies:
     @classmethod
     def make(cls, subject: Subject, run: Any, every_steps: int) -> MemoryCopies | None:
         """Return None if they are not asked for, or if no launcher keeps them."""
-        place = os.environ.get(copy_keeper.VARIABLE)
+        place = copy_keeper.own_folder()
         if every_steps and place is None:
             warn_once("checkpoint.in_memory has no effect: only `zerorun --max-restarts` keeps copies for another start.")
         if not every_steps or place is None:

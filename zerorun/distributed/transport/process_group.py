@@ -34,6 +34,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ...errors import TopologyError
+from ...launcher.copy_keeper import own_folder
 from ...log import logger, warn_once
 from ...watch.board import RENDEZVOUS, Phase, board, is_read, show_board, watch_other_hosts
 from ...watch.launch_environment import is_on_one_host as ranks_on_one_host
@@ -91,6 +92,7 @@ def init_distributed(
     """
     global _owns_process_group
     show_board()
+    own_folder()
     if device in _BACKENDS:
         device, dist_backend = None, str(device)
     device = device_of_rank(torch.device(device)) if device is not None else default_device()
