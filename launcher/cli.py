@@ -291,9 +291,12 @@ def make_request(
     args: argparse.Namespace, launcher: str, hosts: Sequence[Host], environment: Mapping[str, str]
 ) -> LaunchRequest:
     """Decide every default from the machine and ``environment``."""
-    from .chosen_hosts import own_names
-    from .job_plan import INTERFACE_NAMES, THREADS_NAME, LaunchRequest, ProgramKind, exported
+    from zerorun.watch.launch_environment import INTERFACE_NAMES, without_choices
 
+    from .chosen_hosts import own_names
+    from .job_plan import THREADS_NAME, LaunchRequest, ProgramKind, exported
+
+    environment = without_choices(environment)
     named = own_names() if launcher in ("local", "ssh") and not args.force_multi else set()
     local = tuple(host.name for host in hosts if host.name.lower() in named)
     several = len(local) < len(hosts)

@@ -34,6 +34,7 @@ from typing import Any
 
 import zerorun
 from zerorun.errors import LaunchError
+from zerorun.watch.launch_environment import without_choices
 
 from .event_loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .failures import HostEnd, WorkerEnd
@@ -211,7 +212,7 @@ class Job:
 
     def _own_node(self, name: str) -> OwnNode:
         options = self._options
-        base = {**os.environ, **self._request.exports}
+        base = {**without_choices(os.environ), **self._request.exports}
         places: dict[str, Any] = {"grace": options.grace, "log_dir": options.log_dir, "gives_stdin": True}
         return OwnNode(name, self._selector, self, base=base, **places)
 

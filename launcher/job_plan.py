@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from zerorun.watch.launch_environment import choose_interface
+
 from .hosts import Host
 from .this_host import LOOPBACK, LOOPBACK_INTERFACE
 
@@ -28,7 +30,6 @@ EXPORTED_PREFIXES = (
 )  # fmt: skip
 EXPORTED_NAMES = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
 THREADS_NAME = "OMP_NUM_THREADS"
-INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the launcher where the user has not
 # Not exported in spite of their prefix; CUDA_VISIBLE_DEVICES because other hosts may have other devices.
 NOT_EXPORTED = (
     "CUDA_VISIBLE_DEVICES",
@@ -261,10 +262,11 @@ def _worker_variables(
 
 
 def _proposed_variables(request: LaunchRequest, interface: str | None) -> dict[str, str]:
-    """Return the variables of a worker that hold unless the user exports others."""
+    """Return the variables of a worker that hold unless the user exports others, which may be in it, too."""
     proposed = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}  # a crash in native code still names the Python line
     if interface is not None:
-        proposed |= dict.fromkeys(INTERFACE_NAMES, interface)
+        proposed.update(request.exports)
+        choose_interface(proposed, interface)
     if request.terminal_columns is not None:
         proposed["COLUMNS"] = str(request.terminal_columns)  # tqdm cannot ask a pipe for its width
     return proposed

@@ -3537,6 +3537,14 @@ MUTANTS = (
         ("tests/unit/test_launcher.py::test_a_job_that_a_rank_starts_does_not_take_the_copies_of_the_rank",),
     ),
     Mutant(
+        "interface-of-the-run-around",
+        "stale",
+        "launcher/cli.py",
+        "    environment = without_choices(environment)",
+        "",
+        ("tests/unit/test_launcher_hosts.py::test_interfaces_of_a_run_around_are_not_those_of_the_user",),
+    ),
+    Mutant(
         "copies-of-another-engine",
         "stale",
         "zerorun/checkpoint/memory_copies.py",

@@ -45,6 +45,7 @@ from zerorun.launcher.options import build_parser, parse_args
 from zerorun.launcher.remote import RemoteNode
 from zerorun.launcher.sbatch import batch_script
 from zerorun.launcher.this_host import describe_host, interface_of, parse_cores, probe
+from zerorun.watch.launch_environment import choose_interface
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
 
@@ -102,6 +103,18 @@ def test_sockets_use_the_interface_that_reaches_the_first_host(folder: Path) -> 
     chosen = plan("-H", "hosts", "--num-gpus=1", environment={"GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO"})
     assert "GLOO_SOCKET_IFNAME" not in chosen.workers[0].env and chosen.exports["GLOO_SOCKET_IFNAME"] == "lo"
     assert chosen.workers[0].env["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
+def test_interfaces_of_a_run_around_are_not_those_of_the_user(folder: Path) -> None:
+    inside = dict(plan("--nproc-per-node=1").workers[0].env)
+    choose_interface(inside, "lo")  # as init_distributed() does without a launcher
+    assert inside["GLOO_SOCKET_IFNAME"] == inside["NCCL_SOCKET_IFNAME"] == "lo"
+    for environment, kept in ((inside, {}), ({**inside, "NCCL_SOCKET_IFNAME": "ib0"}, {"NCCL_SOCKET_IFNAME": "ib0"})):
+        found = plan("-H", "hosts", "--num-gpus=1", environment=environment)
+        exported = {name: value for name, value in found.exports.items() if "INTERFACE" in name or "IFNAME" in name}
+        assert exported == kept
+        assert found.workers[0].env["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert found.workers[0].env.get("NCCL_SOCKET_IFNAME", "ib0") == ("ib0" if kept else "eth0")
 
 
 @pytest.mark.parametrize(

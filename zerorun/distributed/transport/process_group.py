@@ -37,8 +37,8 @@ from ...errors import TopologyError
 from ...launcher.copy_keeper import own_folder
 from ...log import logger, warn_once
 from ...watch.board import RENDEZVOUS, Phase, board, is_read, show_board, watch_other_hosts
+from ...watch.launch_environment import choose_interface, launched
 from ...watch.launch_environment import is_on_one_host as ranks_on_one_host
-from ...watch.launch_environment import launched
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
 from ..script_calls import show_script_calls
 from ..topology import forget_everyone
@@ -105,8 +105,7 @@ def init_distributed(
     limit = timeout if timeout is not None else timedelta(seconds=timeout_s) if timeout_s else _LIMIT
     rank, world_size, address = _rendezvous()
     if _is_one_host(address) and sys.platform == "linux":
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+        choose_interface(os.environ, "lo")  # it stays: gloo reads it again for each further group
     roll, words = RollCall("rendezvous", world_size), f"{RENDEZVOUS} {world_size} ranks at {address or 'this process'}"
     with waiting(words, roll.missing), _naming(roll, words, limit):
         meeting = _meet(rank, address, limit)
