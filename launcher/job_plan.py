@@ -15,10 +15,11 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from zerorun.errors import LaunchError
 from zerorun.watch.launch_environment import choose_interface
 
 from .hosts import Host
-from .this_host import LOOPBACK, LOOPBACK_INTERFACE
+from .this_host import LOOPBACK, LOOPBACK_INTERFACE, visible_gpus
 
 DROPPED_PREFIX = "TORCHELASTIC_"  # left by a torchrun around us, these make torch look for an agent that is not there
 JOB_SECRET = "ZERORUN_JOB_SECRET"  # lets hosts join a job; workers have no use for it
@@ -30,9 +31,10 @@ EXPORTED_PREFIXES = (
 )  # fmt: skip
 EXPORTED_NAMES = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
 THREADS_NAME = "OMP_NUM_THREADS"
+DEVICES_NAME = "CUDA_VISIBLE_DEVICES"
 # Not exported in spite of their prefix; CUDA_VISIBLE_DEVICES because other hosts may have other devices.
 NOT_EXPORTED = (
-    "CUDA_VISIBLE_DEVICES",
+    DEVICES_NAME,
     "PYTHONSTARTUP",
     "PYTHONHOME",
     "ZERORUN_TTY",
@@ -254,7 +256,7 @@ def _worker_variables(
         variables[THREADS_NAME] = told
     devices = _visible_devices(request, place.host)
     if devices is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = devices
+        variables[DEVICES_NAME] = devices
     if request.terminal_columns is not None:
         variables["ZERORUN_TTY"] = "1"
     proposed = _proposed_variables(request, rendezvous.interfaces.get(place.host.name))
@@ -272,15 +274,34 @@ def _proposed_variables(request: LaunchRequest, interface: str | None) -> dict[s
     return proposed
 
 
+def check_devices(request: LaunchRequest) -> None:
+    """Raise LaunchError if a host has a slot whose device is known not to be there."""
+    for host in request.hosts:
+        _visible_devices(request, host)
+
+
 def _visible_devices(request: LaunchRequest, host: Host) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES for the slots; None if they are simply the first ones. Names such as UUIDs are kept."""
+    """Return CUDA_VISIBLE_DEVICES for the slots; None if they are simply the first ones. Names such as UUIDs are kept.
+
+    Slots count the devices that the user has made visible, by --export or, on the launcher's own host, by its environment.
+    """
     slots = host.slots or ()
     if slots == tuple(range(len(slots))):
         return None
-    names = [str(slot) for slot in range(max(slots) + 1)]
-    if host.name in request.local_names and request.visible_devices:
-        names = [name.strip() for name in request.visible_devices.split(",")]
-    return ",".join(names[slot] if slot < len(names) else str(slot) for slot in slots)
+    here = request.visible_devices if host.name in request.local_names else None
+    told = request.exports.get(DEVICES_NAME, here)
+    if told is None:
+        return ",".join(map(str, slots))
+    count = visible_gpus({DEVICES_NAME: told})
+    if not count:  # none is to be seen, or slots are none
+        return None
+    if max(slots) >= count:
+        raise LaunchError(
+            f"{host.name}: slot {max(slots)} has no device, as {DEVICES_NAME}={told} there, whose devices are slots 0 to "
+            f"{count - 1}. Remedy: slots among these, see --include and --exclude, or another {DEVICES_NAME}."
+        )
+    names = [name.strip() for name in told.split(",")]
+    return ",".join(names[slot] for slot in slots)
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:

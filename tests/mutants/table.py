@@ -3545,6 +3545,22 @@ MUTANTS = (
         ("tests/unit/test_launcher_hosts.py::test_interfaces_of_a_run_around_are_not_those_of_the_user",),
     ),
     Mutant(
+        "no-node-for-the-reserve",
+        "bytes",
+        "launcher/cli.py",
+        "    script = batch_script(command, name=stem, nodes=(args.num_nodes or 1) + (args.spares or 0), options=options)",
+        "    script = batch_script(command, name=stem, nodes=args.num_nodes or 1, options=options)",
+        ("tests/unit/test_launcher_hosts.py::test_batch_script",),
+    ),
+    Mutant(
+        "devices-of-the-launcher-for-exported-ones",
+        "order",
+        "launcher/job_plan.py",
+        "    told = request.exports.get(DEVICES_NAME, here)",
+        "    told = here or request.exports.get(DEVICES_NAME)",
+        ("tests/unit/test_launcher_hosts.py::test_slots_count_the_devices_that_the_user_has_chosen",),
+    ),
+    Mutant(
         "copies-of-another-engine",
         "stale",
         "zerorun/checkpoint/memory_copies.py",

@@ -97,6 +97,20 @@ def test_devices_of_this_machine_keep_their_names(folder: Path) -> None:
     assert plan("--include", "localhost:0,2", environment=visible).workers[1].env["CUDA_VISIBLE_DEVICES"] == "GPU-a,MIG-c"
 
 
+def test_slots_count_the_devices_that_the_user_has_chosen(folder: Path) -> None:
+    def devices(*argv: str, told: str = "4,5,6,7") -> list[str | None]:
+        found = plan(*argv, environment={"CUDA_VISIBLE_DEVICES": told})
+        return [worker.env.get("CUDA_VISIBLE_DEVICES") for worker in found.workers]
+
+    (folder / "own").write_text("localhost slots=4\n")
+    assert devices("-H", "own", "-i", "localhost:1,2") == ["5,6"] * 2
+    assert devices("-H", "own", "-i", "localhost:1", "--export=CUDA_VISIBLE_DEVICES=0,1,2,3") == ["1"]
+    assert devices("-H", "hosts", "-i", "n1:1", "--export=CUDA_VISIBLE_DEVICES=6,7") == ["7"]
+    assert devices("-H", "own", "-i", "localhost:1", told="") == [None]
+    with pytest.raises(LaunchError, match=r"localhost: slot 2 has no device, as .*=4,5 .* slots 0 to 1\. R"):
+        devices("-H", "own", "-i", "localhost:1,2", told="4,5")
+
+
 def test_sockets_use_the_interface_that_reaches_the_first_host(folder: Path) -> None:
     workers = plan("-H", "hosts", "--num-gpus=1").workers
     assert [worker.env.get("GLOO_SOCKET_IFNAME") for worker in workers] == ["eth0", "ib0", None]
@@ -486,6 +500,8 @@ def test_batch_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "#SBATCH --nodes=4" in lines and "#SBATCH --time=1:00 -p gpu" in lines
     assert lines[-1].startswith(f"exec {sys.executable} -m zerorun.launcher.cli ")
     assert lines[-1].endswith(" --nnodes=4 train.py 'a b' --sbatch")
+    assert cli.main(["--sbatch", "--nnodes=4", "--spares=2", "--max-restarts=1", "--dry-run", "train.py"]) == 0
+    assert "#SBATCH --nodes=6" in capsys.readouterr().out  # as many as this job takes from its allocation
     assert batch_script(["x", "$HOME"], name="n", nodes=1, options=[]).endswith("exec x '$HOME'\n")
 
 
