@@ -3561,6 +3561,22 @@ MUTANTS = (
         ("tests/unit/test_launcher_hosts.py::test_slots_count_the_devices_that_the_user_has_chosen",),
     ),
     Mutant(
+        "signal-for-who-does-not-listen",
+        "wait",
+        "launcher/node.py",
+        "            if listens_to(self.pid, number):",
+        "            if True:",
+        ("tests/unit/test_told_restarts.py::test_a_signal_waits_for_workers_that_do_not_listen_yet",),
+    ),
+    Mutant(
+        "signal-between-two-starts",
+        "swallowed",
+        "launcher/job.py",
+        "                    self._passed.append(number)",
+        "",
+        ("tests/unit/test_told_restarts.py::test_a_signal_between_two_starts_reaches_the_second",),
+    ),
+    Mutant(
         "copies-of-another-engine",
         "stale",
         "zerorun/checkpoint/memory_copies.py",
