@@ -3577,6 +3577,14 @@ MUTANTS = (
         ("tests/unit/test_told_restarts.py::test_a_signal_between_two_starts_reaches_the_second",),
     ),
     Mutant(
+        "an-agent-with-the-part-of-a-task",
+        "bytes",
+        "launcher/agent_commands.py",
+        "        yield {name: value for name, value in os.environ.items() if name not in _OF_TASKS}",
+        "        yield None",
+        ("tests/unit/test_launcher_hosts.py::test_an_agent_in_slurm_has_all_of_its_node",),
+    ),
+    Mutant(
         "copies-of-another-engine",
         "stale",
         "zerorun/checkpoint/memory_copies.py",

@@ -21,7 +21,7 @@ from zerorun.deepspeed.name_table import target_of
 from zerorun.errors import LaunchError
 from zerorun.launcher import chosen_hosts, cli, dump
 from zerorun.launcher.agent import Agent
-from zerorun.launcher.agent_commands import CARRIERS, CarrierOptions
+from zerorun.launcher.agent_commands import CARRIERS, CarrierOptions, carrier_environment
 from zerorun.launcher.agent_line import Line, decode, encode
 from zerorun.launcher.event_loop import Turns
 from zerorun.launcher.hosts import Host
@@ -196,6 +196,17 @@ def test_what_goes_to_other_hosts() -> None:
                    "AWS_KEY": "s", "CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "x",
                    "LD_LIBRARY_PATH": "/l"}  # fmt: skip
     assert sorted(exported(environment)) == ["LD_LIBRARY_PATH", "NCCL_DEBUG", "PYTHONPATH", "WANDB_API_KEY"]
+
+
+def test_an_agent_in_slurm_has_all_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun takes what the job was asked for, such as one GPU for each of eight tasks, for options of the agent's step."""
+    of_tasks = {"SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_NODE"}
+    for name in of_tasks:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with carrier_environment(CARRIERS["slurm"](Host("n1"), CarrierOptions("python"))) as environment:
+        assert environment is not None and environment["SLURM_JOB_ID"] == "7"
+        assert not of_tasks.intersection(environment)
 
 
 def test_env_files_and_exports(folder: Path) -> None:
