@@ -3585,6 +3585,14 @@ MUTANTS = (
         ("tests/unit/test_launcher_hosts.py::test_an_agent_in_slurm_has_all_of_its_node",),
     ),
     Mutant(
+        "a-port-that-another-process-has",
+        "remedy",
+        "zerorun/distributed/transport/process_group.py",
+        '        if not serves or "EADDRINUSE" not in str(error):',
+        "        if True:",
+        ("tests/e2e/test_process.py::test_a_program_that_a_rank_has_started_is_told_what_it_has_from_it",),
+    ),
+    Mutant(
         "copies-of-another-engine",
         "stale",
         "zerorun/checkpoint/memory_copies.py",

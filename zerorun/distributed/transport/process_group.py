@@ -184,15 +184,24 @@ def _meet(rank: int, address: str | None, timeout: timedelta) -> dist.Store:
             listener = socket.create_server((host, int(port)), backlog=_BACKLOG).detach()
     elif not serves:
         _await_listener(host, int(port), timeout)
-    store = dist.TCPStore(
-        host,
-        int(port),
-        is_master=serves,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener,
-    )
+    try:
+        store = dist.TCPStore(
+            host,
+            int(port),
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener,
+        )
+    except dist.DistNetworkError as error:
+        if not serves or "EADDRINUSE" not in str(error):
+            raise
+        raise TopologyError(
+            f"rank 0 keeps the rendezvous at {address}, and another process has port {port} already. Remedy: if a rank has "
+            "started this program, start it without RANK and WORLD_SIZE, which it has from that rank (`env -u RANK -u "
+            "WORLD_SIZE python ...`); else another MASTER_PORT."
+        ) from error
     return dist.PrefixStore("zerorun", store)
 
 
