@@ -271,9 +271,7 @@ def test_a_program_that_a_rank_has_started_is_told_what_it_has_from_it() -> None
     """It is rank 0, too, by its environment, and cannot have the port of the first one."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(
-            TopologyError, match=rf"at {address}, and another process has port .* env -u RANK -u WORLD_SIZE"
-        ):
+        with pytest.raises(TopologyError, match=rf"at {address}, and another process has .*env -u RANK -u WORLD_SIZE"):
             process_group._meet(0, address, timedelta(seconds=9))
 
 

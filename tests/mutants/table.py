@@ -5736,7 +5736,7 @@ MUTANTS = (
         "who-serves-the-rendezvous-waits-for-all",
         "wait",
         "zerorun/distributed/transport/process_group.py",
-        "        wait_for_workers=False,",
+        "            wait_for_workers=False,",
         "        world_size=int(os.environ['WORLD_SIZE']),",
         ("tests/e2e/test_process.py", "-k", "not_come"),
     ),
