@@ -5737,7 +5737,7 @@ MUTANTS = (
         "wait",
         "zerorun/distributed/transport/process_group.py",
         "            wait_for_workers=False,",
-        "        world_size=int(os.environ['WORLD_SIZE']),",
+        "            world_size=int(os.environ['WORLD_SIZE']),",
         ("tests/e2e/test_process.py", "-k", "not_come"),
     ),
     Mutant(
