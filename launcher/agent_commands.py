@@ -20,8 +20,10 @@ from .hosts import Host
 CONNECT_SECONDS = 10
 # By these of a batch job, srun would give the agent the part of one of the job's tasks: one GPU, a few cores. SLURM_GPUS is
 # the number for all nodes.
-_OF_TASKS = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_NODE")
-_OF_TASKS += ("SLURM_NTASKS_PER_TRES", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK", "SRUN_CPUS_PER_TASK")
+_OF_TASKS = frozenset(
+    {"SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_NODE"}
+    | {"SLURM_NTASKS_PER_TRES", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK", "SRUN_CPUS_PER_TASK"}
+)
 
 
 @dataclass(frozen=True)

@@ -3593,6 +3593,14 @@ MUTANTS = (
         ("tests/e2e/test_process.py::test_a_program_that_a_rank_has_started_is_told_what_it_has_from_it",),
     ),
     Mutant(
+        "a-reserve-without-restarts",
+        "swallowed",
+        "launcher/cli.py",
+        "    if args.spares and not args.max_restarts:",
+        "    if False:",
+        ("tests/unit/test_launcher_hosts.py::test_a_reserve_without_restarts_is_spoken_of",),
+    ),
+    Mutant(
         "copies-of-another-engine",
         "stale",
         "zerorun/checkpoint/memory_copies.py",

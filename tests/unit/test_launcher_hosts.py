@@ -97,6 +97,15 @@ def test_devices_of_this_machine_keep_their_names(folder: Path) -> None:
     assert plan("--include", "localhost:0,2", environment=visible).workers[1].env["CUDA_VISIBLE_DEVICES"] == "GPU-a,MIG-c"
 
 
+def test_a_reserve_without_restarts_is_spoken_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "equal").write_text("n[1-3] slots=1\n")
+    told = []
+    for options in ([], ["--max-restarts=1"]):
+        assert cli.main(["-H", "equal", "--spares=1", *options, "--dry-run", "train.py"]) == 0
+        told.append("--spares 1 without --max-restarts" in capsys.readouterr().err)
+    assert told == [True, False]
+
+
 def test_slots_count_the_devices_that_the_user_has_chosen(folder: Path) -> None:
     def devices(*argv: str, told: str = "4,5,6,7") -> list[str | None]:
         found = plan(*argv, environment={"CUDA_VISIBLE_DEVICES": told})
