@@ -40,6 +40,7 @@ from typing import Any
 
 from zerorun.errors import LaunchError
 from zerorun.watch.board import RankProgress
+from zerorun.watch.launch_environment import without_choices
 from zerorun.watch.slow_ranks import Sparing, Window
 
 from .agent_line import UNHEARD_OF, Line, Message, encode
@@ -191,7 +192,7 @@ class Agent:
         script = message["script"]
         if script is not None and not os.path.exists(script):
             raise LaunchError(f"script not found: {script!r} in {message['cwd']!r}. Remedy: put it on all hosts.")
-        base = python_folder_first({**os.environ, **message["env"]}, sys.executable)
+        base = python_folder_first({**without_choices(os.environ), **message["env"]}, sys.executable)
         self._grace = message["grace"]
         log_dir = None if message["log_dir"] is None else Path(message["log_dir"])
         make_log_dir(log_dir)

@@ -18,6 +18,12 @@ from .agent import PING_SECONDS, SILENT_SECONDS
 from .hosts import Host
 
 CONNECT_SECONDS = 10
+# By these of a batch job, srun would give the agent the part of one of the job's tasks: one GPU, a few cores. SLURM_GPUS is
+# the number for all nodes.
+_OF_TASKS = frozenset(
+    {"SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_NODE"}
+    | {"SLURM_NTASKS_PER_TRES", "SLURM_TRES_BIND", "SLURM_TRES_PER_TASK", "SRUN_CPUS_PER_TASK"}
+)
 
 
 @dataclass(frozen=True)
@@ -71,15 +77,17 @@ CARRIERS: Mapping[str, Callable[[Host, CarrierOptions], Sequence[str]]] = {
 
 
 @contextlib.contextmanager
-def temporary_folder(carrier: Sequence[str]) -> Iterator[dict[str, str] | None]:
+def carrier_environment(carrier: Sequence[str]) -> Iterator[dict[str, str] | None]:
     """Yield the environment in which to run ``carrier`` (None: ours), and delete what it leaves.
 
     An mpirun makes a folder below TMPDIR that is named after host and user. Where it is made by two at once, one of them
     ends with "File exists" (Open MPI 4.1: one of six starts on busy cores). So each has a TMPDIR of its own. It is not
-    passed on to other hosts.
+    passed on to other hosts. srun takes variables of the job for options of the step.
     """
-    if carrier[0] != "mpirun":
+    if carrier[0] == "srun":
+        yield {name: value for name, value in os.environ.items() if name not in _OF_TASKS}
+    elif carrier[0] == "mpirun":
+        with tempfile.TemporaryDirectory(prefix="zerorun-mpirun-", ignore_cleanup_errors=True) as folder:
+            yield {**os.environ, "TMPDIR": folder}
+    else:
         yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="zerorun-mpirun-", ignore_cleanup_errors=True) as folder:
-        yield {**os.environ, "TMPDIR": folder}

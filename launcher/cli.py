@@ -85,6 +85,9 @@ def _launch(args: argparse.Namespace) -> int:
     is_meant = args.standalone or by_hand(args)
     if launcher == "local" and not is_meant and (warning := other_launchers(os.environ)):
         print(f"[zerorun] warning: {warning}", file=sys.stderr, flush=True)
+    if args.spares and not args.max_restarts:
+        what = f"--spares {args.spares} without --max-restarts: a host that is lost after the start ends the job"
+        print(f"[zerorun] warning: {what}. Remedy: --max-restarts N.", file=sys.stderr, flush=True)
     request = make_request(args, launcher, hosts, os.environ)
     _refuse_to_show_nothing(args.local_ranks_filter, request)
     options = carrier_options(args)
@@ -267,7 +270,7 @@ def _submit(args: argparse.Namespace) -> int:
     stem = Path(args.target).stem
     command = [sys.executable, "-m", "zerorun.launcher.cli", *own, *args.command]
     options = shlex.split(args.sbatch_args)
-    script = batch_script(command, name=stem, nodes=args.num_nodes or 1, options=options)
+    script = batch_script(command, name=stem, nodes=(args.num_nodes or 1) + (args.spares or 0), options=options)
     if args.dry_run is not None:
         print(script, end="")
         return 0
@@ -291,15 +294,18 @@ def make_request(
     args: argparse.Namespace, launcher: str, hosts: Sequence[Host], environment: Mapping[str, str]
 ) -> LaunchRequest:
     """Decide every default from the machine and ``environment``."""
-    from .chosen_hosts import own_names
-    from .job_plan import INTERFACE_NAMES, THREADS_NAME, LaunchRequest, ProgramKind, exported
+    from zerorun.watch.launch_environment import INTERFACE_NAMES, without_choices
 
+    from .chosen_hosts import own_names
+    from .job_plan import DEVICES_NAME, THREADS_NAME, LaunchRequest, ProgramKind, check_devices, exported
+
+    environment = without_choices(environment)
     named = own_names() if launcher in ("local", "ssh") and not args.force_multi else set()
     local = tuple(host.name for host in hosts if host.name.lower() in named)
     several = len(local) < len(hosts)
     exports = read_exports(args.export, environment, files=several)
     here = {name: environment[name] for name in INTERFACE_NAMES if name in environment}
-    return LaunchRequest(
+    request = LaunchRequest(
         target=args.target,
         target_args=tuple(args.target_args),
         kind=ProgramKind.MODULE if args.module else ProgramKind.PROGRAM if args.no_python else ProgramKind.SCRIPT,
@@ -311,7 +317,7 @@ def make_request(
         bind_cores=args.bind_cores or args.bind_core_list is not None,
         core_list=args.bind_core_list,
         exports={**(exported(environment) if several else here), **exports},
-        visible_devices=environment.get("CUDA_VISIBLE_DEVICES"),
+        visible_devices="" if args.nproc_per_node == "cpu" else environment.get(DEVICES_NAME),  # slots are cores then
         local_names=local,
         restarts=args.max_restarts,
         spares=args.spares or 0,
@@ -319,6 +325,8 @@ def make_request(
         role=args.role,
         told_codes=VERIFY_CODES if args.module and args.target == VERIFY_MODULE else (),
     )
+    check_devices(request)
+    return request
 
 
 def in_deepspeed_mode(args: argparse.Namespace, environment: Mapping[str, str]) -> bool:

@@ -18,9 +18,9 @@ import time
 from pathlib import Path
 
 from .bootstrap import stand_apart
+from .job_plan import COPIES_FOLDER
 
 MEMORY = Path("/dev/shm")
-VARIABLE = "ZERORUN_KEEPER"  # the folder, for the workers
 _PREFIX = "zerorun-keeper-"
 _QUIET_SECONDS = 3.0  # workers that are being ended may still write
 
@@ -54,6 +54,27 @@ class EngineFolders:
 
 
 engine_folders = EngineFolders()
+_own_folder: str | None = None
+
+
+def own_folder() -> str | None:
+    """Return the folder in which the engines of this process keep copies; None if no supervisor has made one.
+
+    The variable is taken out of the environment: a program that the script starts is another run, which would take the
+    copies of this one for its own, and leave its own ones to the next start of this one.
+    """
+    global _own_folder
+    _own_folder = os.environ.pop(COPIES_FOLDER, _own_folder)
+    return _own_folder
+
+
+def _forget_folder() -> None:
+    """A forked process is no rank."""
+    global _own_folder
+    _own_folder = None
+
+
+os.register_at_fork(after_in_child=_forget_folder)
 
 
 class Keeper:
@@ -75,7 +96,7 @@ class Keeper:
             return {}
         if self._ended():
             self._fork(self._folder)
-        return {VARIABLE: str(self._folder)}
+        return {COPIES_FOLDER: str(self._folder)}
 
     @property
     def pid(self) -> int:

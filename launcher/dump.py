@@ -30,7 +30,7 @@ from zerorun.log import counted, ranks_in_words
 from zerorun.watch.launch_environment import launched
 from zerorun.watch.verdict import Hang, in_words, judge
 
-from .agent_commands import temporary_folder
+from .agent_commands import carrier_environment
 from .agent_line import UNHEARD_OF
 from .terminal_escapes import plain
 from .worker_boards import Boards, Seen, is_stopped, open_board, training_first
@@ -181,7 +181,7 @@ def gather(
 
 def _ask(command: Sequence[str]) -> tuple[list[RankState], str]:
     try:
-        with temporary_folder(command) as environment:
+        with carrier_environment(command) as environment:
             done = subprocess.run(
                 command,
                 env=environment,

@@ -34,6 +34,7 @@ from typing import Any
 
 import zerorun
 from zerorun.errors import LaunchError
+from zerorun.watch.launch_environment import without_choices
 
 from .event_loop import PASSED_SIGNALS, STOP_SIGNALS, dispatch, signals_as_bytes
 from .failures import HostEnd, WorkerEnd
@@ -88,6 +89,7 @@ class Job:
         )
         self._restarts = Restarts(options.max_restarts, self.say)
         self._stopped = False  # a signal has asked for the end: no restart follows
+        self._passed: list[int] = []  # signals that came while no worker was running
 
     def run(self) -> int:
         """Run the job, and return the exit status. Raises LaunchError if no worker could be started."""
@@ -211,7 +213,7 @@ class Job:
 
     def _own_node(self, name: str) -> OwnNode:
         options = self._options
-        base = {**os.environ, **self._request.exports}
+        base = {**without_choices(os.environ), **self._request.exports}
         places: dict[str, Any] = {"grace": options.grace, "log_dir": options.log_dir, "gives_stdin": True}
         return OwnNode(name, self._selector, self, base=base, **places)
 
@@ -247,6 +249,8 @@ class Job:
                 if not self._several:
                     raise
                 node.trouble = str(error)  # as a remote node would report it
+        came, self._passed = bytes(self._passed), []
+        self._on_signals(came)
         while any(node.busy for node in self._nodes):
             self._turn(self._patience())
             self._advance(current, time.monotonic())
@@ -338,8 +342,10 @@ class Job:
                 self.say("[zerorun] Ctrl-Z has no effect: the other hosts would take a sleeping launcher for dead")
                 continue
             if number in PASSED_SIGNALS:
-                if self._round is not None:
-                    self._round.told = True
+                if self._round is None:
+                    self._passed.append(number)
+                    continue
+                self._round.told = True
                 for node in self._nodes:
                     node.pass_on(number)
                 continue

@@ -15,11 +15,15 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from zerorun.errors import LaunchError
+from zerorun.watch.launch_environment import choose_interface
+
 from .hosts import Host
-from .this_host import LOOPBACK, LOOPBACK_INTERFACE
+from .this_host import LOOPBACK, LOOPBACK_INTERFACE, visible_gpus
 
 DROPPED_PREFIX = "TORCHELASTIC_"  # left by a torchrun around us, these make torch look for an agent that is not there
 JOB_SECRET = "ZERORUN_JOB_SECRET"  # lets hosts join a job; workers have no use for it
+COPIES_FOLDER = "ZERORUN_KEEPER"  # the folder of a job's copies in memory (copy_keeper.py), for its own workers alone
 # Variables that go to other hosts because they configure the libraries that a worker uses. --export adds more.
 EXPORTED_PREFIXES = (
     "CUBLAS_", "CUDA_", "GLOO_", "HF_", "HUGGINGFACE_", "KMP_", "MKL_", "MLFLOW_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_",
@@ -27,9 +31,17 @@ EXPORTED_PREFIXES = (
 )  # fmt: skip
 EXPORTED_NAMES = ("LD_LIBRARY_PATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
 THREADS_NAME = "OMP_NUM_THREADS"
-INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by the launcher where the user has not
+DEVICES_NAME = "CUDA_VISIBLE_DEVICES"
 # Not exported in spite of their prefix; CUDA_VISIBLE_DEVICES because other hosts may have other devices.
-NOT_EXPORTED = ("CUDA_VISIBLE_DEVICES", "PYTHONSTARTUP", "PYTHONHOME", "ZERORUN_TTY", JOB_SECRET, DROPPED_PREFIX)
+NOT_EXPORTED = (
+    DEVICES_NAME,
+    "PYTHONSTARTUP",
+    "PYTHONHOME",
+    "ZERORUN_TTY",
+    JOB_SECRET,
+    COPIES_FOLDER,
+    DROPPED_PREFIX,
+)
 _SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS|CRED|AUTH|COOKIE|SIGNATURE|_PWD|(?:^|_)(?:DSN|SIG)$", re.IGNORECASE)
 _USER_INFORMATION = re.compile(r"(?<=://)[^\s/?#@]*(?:@[^\s/?#@]*)*(?=@)")  # name:password of a URL; either may hold an @
 _URL_FIELD = re.compile(r"(?<=[?&;])([\w.-]+)=[^&;#\s]+")
@@ -244,7 +256,7 @@ def _worker_variables(
         variables[THREADS_NAME] = told
     devices = _visible_devices(request, place.host)
     if devices is not None:
-        variables["CUDA_VISIBLE_DEVICES"] = devices
+        variables[DEVICES_NAME] = devices
     if request.terminal_columns is not None:
         variables["ZERORUN_TTY"] = "1"
     proposed = _proposed_variables(request, rendezvous.interfaces.get(place.host.name))
@@ -252,24 +264,44 @@ def _worker_variables(
 
 
 def _proposed_variables(request: LaunchRequest, interface: str | None) -> dict[str, str]:
-    """Return the variables of a worker that hold unless the user exports others."""
+    """Return the variables of a worker that hold unless the user exports others, which may be in it, too."""
     proposed = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}  # a crash in native code still names the Python line
     if interface is not None:
-        proposed |= dict.fromkeys(INTERFACE_NAMES, interface)
+        proposed.update(request.exports)
+        choose_interface(proposed, interface)
     if request.terminal_columns is not None:
         proposed["COLUMNS"] = str(request.terminal_columns)  # tqdm cannot ask a pipe for its width
     return proposed
 
 
+def check_devices(request: LaunchRequest) -> None:
+    """Raise LaunchError if a host has a slot whose device is known not to be there."""
+    for host in request.hosts:
+        _visible_devices(request, host)
+
+
 def _visible_devices(request: LaunchRequest, host: Host) -> str | None:
-    """Return CUDA_VISIBLE_DEVICES for the slots; None if they are simply the first ones. Names such as UUIDs are kept."""
+    """Return CUDA_VISIBLE_DEVICES for the slots; None if they are simply the first ones. Names such as UUIDs are kept.
+
+    Slots count the devices that the user has made visible, by --export or, on the launcher's own host, by its environment.
+    """
     slots = host.slots or ()
     if slots == tuple(range(len(slots))):
         return None
-    names = [str(slot) for slot in range(max(slots) + 1)]
-    if host.name in request.local_names and request.visible_devices:
-        names = [name.strip() for name in request.visible_devices.split(",")]
-    return ",".join(names[slot] if slot < len(names) else str(slot) for slot in slots)
+    here = request.visible_devices if host.name in request.local_names else None
+    told = request.exports.get(DEVICES_NAME, here)
+    if told is None:
+        return ",".join(map(str, slots))
+    count = visible_gpus({DEVICES_NAME: told})
+    if not count:  # none is to be seen, or slots are none
+        return None
+    if max(slots) >= count:
+        raise LaunchError(
+            f"{host.name}: slot {max(slots)} has no device, as {DEVICES_NAME}={told} there, whose devices are slots 0 to "
+            f"{count - 1}. Remedy: slots among these, see --include and --exclude, or another {DEVICES_NAME}."
+        )
+    names = [name.strip() for name in told.split(",")]
+    return ",".join(names[slot] for slot in slots)
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
@@ -283,7 +315,7 @@ def exported(environment: Mapping[str, str]) -> dict[str, str]:
 
 def full_environment(worker: WorkerCommand, base: Mapping[str, str]) -> dict[str, str]:
     """Return the whole environment of ``worker``; ``base`` is that of its host."""
-    dropped = (DROPPED_PREFIX, JOB_SECRET)
+    dropped = (DROPPED_PREFIX, JOB_SECRET, COPIES_FOLDER)
     kept = {name: value for name, value in base.items() if not name.startswith(dropped)}
     return {**kept, **worker.env}
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from zerorun.errors import LaunchError
+from zerorun.watch.launch_environment import without_choices
 
 from .agent import SILENT_SECONDS, Agent
 from .agent_line import Line, Message
@@ -260,7 +261,7 @@ class Guest(Agent):
     def _prepare(self, message: Message) -> None:
         self._grace = float(message["grace"])
         make_log_dir(self._log_dir)
-        base = {**os.environ, **self._request.exports}
+        base = {**without_choices(os.environ), **self._request.exports}
         self._node = LocalNode(self._selector, self, base=base, grace=self._grace, log_dir=self._log_dir)
         _say("joined; all output appears where node 0 is")
         self._line.send({"is": "ready"})

@@ -39,11 +39,12 @@ from .flight_recorder import FlightRecorder
 from .job_plan import WorkerCommand, full_environment
 from .this_host import CGROUPS, OWN_CGROUP, cgroups
 from .warm_workers import ForkedWorker, WarmWorkers
-from .worker_boards import Boards, Seen
+from .worker_boards import Boards, Seen, listens_to
 
 GIVE_UP_SECONDS = 2.0  # after SIGKILL: only a process stuck in the kernel is still there
 DRAIN_SECONDS = 1.0  # for the pipes of workers that have ended
 _LOOK_SECONDS = 1.0
+_HELD_SECONDS = 0.2  # between looks at workers for which signals are kept
 _STACK_SECONDS = 0.5  # for a worker to write its stacks
 STREAMS = ("stdout", "stderr")
 
@@ -95,6 +96,7 @@ class Worker:
         self.returncode: int | None = None
         self.asked = False
         self.group_gone = False
+        self.held: list[int] = []  # signals for it that would end it
 
     @property
     def pid(self) -> int:
@@ -104,6 +106,15 @@ class Worker:
     def send(self, number: int) -> None:
         if self.returncode is None:
             os.kill(self.pid, number)  # not process.send_signal, which would reap a zombie
+
+    def pass_on(self, *numbers: int) -> None:
+        """Send it signals that do not end the job, as soon as it listens to them: it may still import, or read its data."""
+        waiting, self.held = [*self.held, *numbers], []
+        for number in waiting:
+            if listens_to(self.pid, number):
+                self.send(number)
+            elif number not in self.held:
+                self.held.append(number)
 
     def send_group(self, number: int) -> None:
         if self.group_gone:
@@ -274,7 +285,8 @@ class LocalNode:
             return 1.0
         if not self._running():
             return 0.02
-        return 0.05 if self._kill_at is not None or self._stacks or not self._has_pidfds else 1.0
+        hurried = self._kill_at is not None or self._stacks or not self._has_pidfds
+        return 0.05 if hurried else _HELD_SECONDS if any(worker.held for worker in self._running()) else 1.0
 
     def tick(self, now: float) -> None:
         """Do what is due. Must be called at least as often as ``patience`` says."""
@@ -283,6 +295,8 @@ class LocalNode:
         if not self._has_pidfds:
             for worker in self._running():
                 self._look_at(worker)
+        for worker in self._running():
+            worker.pass_on()
         if not self._running() and not self._terminated:
             self.terminate(self._grace)  # what the workers left behind
         if self._kill_at is not None and now >= self._kill_at:
@@ -358,9 +372,13 @@ class LocalNode:
     # -- ending ------------------------------------------------------------------------------------------------------
 
     def pass_on(self, number: int) -> None:
-        """Send each worker a signal that does not end the job."""
+        """Send each worker a signal that does not end the job, and tell the user of those that do not listen to it yet."""
         for worker in self._running():
-            worker.send(number)
+            worker.pass_on(number)
+        held = [str(worker.command.rank) for worker in self._running() if number in worker.held]
+        if held:
+            name, ranks = signal.Signals(number).name, f"rank{'s'[: len(held) > 1]} {', '.join(held)}"
+            self._listener.on_note(f"{name} is kept for {ranks}, until it would not simply end them")
 
     def ask_stacks(self, rank: int) -> None:
         """Have ``on_stacks`` hear of what each thread of a worker is doing."""

@@ -17,7 +17,7 @@ from zerorun.watch.board import TIMED, RankProgress
 from zerorun.watch.slow_ranks import Window
 
 from .agent import HURRY_SECONDS, PING_SECONDS, SILENT_SECONDS
-from .agent_commands import temporary_folder
+from .agent_commands import carrier_environment
 from .agent_line import UNHEARD_OF, Line, Message, decode
 from .bootstrap import die_with_parent
 from .event_loop import PASSED_SIGNALS, STOP_SIGNALS, Turns
@@ -141,7 +141,7 @@ class RemoteNode:
         with contextlib.ExitStack() as belongings:
             self._process = subprocess.Popen(
                 carrier,
-                env=belongings.enter_context(temporary_folder(carrier)),
+                env=belongings.enter_context(carrier_environment(carrier)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -29,6 +29,8 @@ from importlib import import_module
 from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 from typing import IO, Any
 
+from zerorun.watch.launch_environment import CHOSEN_INTERFACES, INTERFACE_NAMES
+
 from .bootstrap import die_with, start_process
 from .job_plan import WorkerCommand, full_environment
 
@@ -44,7 +46,7 @@ _OF_A_RANK = frozenset(
     {"RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK", "CROSS_RANK"}
     | {"ROLE_RANK", "ROLE_WORLD_SIZE"}
     | {"CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"}
-    | {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    | {CHOSEN_INTERFACES, *INTERFACE_NAMES}
 )
 
 

@@ -268,6 +268,14 @@ def is_gone(pid: int) -> bool:
     return _state(f"/proc/{pid}") in ("", "Z")
 
 
+def listens_to(pid: int, number: int) -> bool:
+    """True if a signal would not simply end a process: it has a handler, ignores it, or takes it later."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = dict(line.split(":") for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line[:3] == "Sig")
+        return any(int(fields[name], 16) >> (number - 1) & 1 for name in ("SigCgt", "SigIgn", "SigBlk") if name in fields)
+    return True  # this cannot be known here
+
+
 def descendants(pid: int) -> list[int]:
     """The children of a process, theirs, and so on."""
     found: list[int] = []

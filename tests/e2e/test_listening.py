@@ -103,11 +103,11 @@ def test_one_host_listens_on_loopback_only(tmp_path: Path, way: str) -> None:
 
 def test_the_interface_that_the_user_names_is_kept(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
-        "import os; print(os.environ['GLOO_SOCKET_IFNAME'], os.environ['NCCL_SOCKET_IFNAME'])"
+        "import os; print(*(os.environ[n] for n in ('GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME', 'ZERORUN_INTERFACES')))"
     )
     command = [sys.executable, "-m", "zerorun.launcher.cli", "train.py"]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "eth7"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=30 * patience(), check=False
     )
-    assert done.stdout == "eth7 lo\n", done.stderr
+    assert done.stdout == "eth7 lo NCCL_SOCKET_IFNAME=lo\n", done.stderr

@@ -6,9 +6,11 @@ import json
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ import torch.distributed as dist
 from forked_scripts import RunningScript
 from harness import patience, start_ranks, start_script
 
+from zerorun.distributed.transport import process_group
+from zerorun.errors import TopologyError
 from zerorun.launcher.this_host import reserve_port
 
 SCRIPT = """
@@ -261,6 +265,14 @@ def test_ranks_of_a_restart_do_not_meet_those_before() -> None:
         for rank in ranks:
             code, said, errors = rank.finish(120 * patience())
             assert (code, said) == (0, "2\n"), errors
+
+
+def test_a_program_that_a_rank_has_started_is_told_what_it_has_from_it() -> None:
+    """It is rank 0, too, by its environment, and cannot have the port of the first one."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(TopologyError, match=rf"at {address}, and another process has .*env -u RANK -u WORLD_SIZE"):
+            process_group._meet(0, address, timedelta(seconds=9))
 
 
 LATE = """

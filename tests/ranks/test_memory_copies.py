@@ -340,6 +340,25 @@ def test_a_copy_is_kept_until_those_of_its_pass_are_whole(tmp_path: Path) -> Non
     assert run_ranks(1, kept_until, str(tmp_path)) == [True]
 
 
+def of_a_program(folder: str) -> None:
+    """What a rank starts is another run: it may not find the copies of this one. Nor may a forked process."""
+    os.environ["ZERORUN_KEEPER"] = folder
+    zerorun.init_distributed()
+    assert "ZERORUN_KEEPER" not in os.environ and copy_keeper.own_folder() == folder
+    if (child := os.fork()) == 0:
+        os._exit(int(copy_keeper.own_folder() is not None))
+    assert os.waitpid(child, 0)[1] == 0
+    engine = make(Path(folder), 0, seed=3)
+    assert "ZERORUN_KEEPER" not in os.environ
+    train(engine, 1)
+    engine.destroy()
+    assert kept(folder) == {0: [1]}
+
+
+def test_a_program_that_a_rank_starts_does_not_take_its_copies(tmp_path: Path) -> None:
+    run_ranks(1, of_a_program, str(tmp_path))
+
+
 def failing(folder: str, point: str) -> dict[int, list[int]]:
     """The copy of step 5 fails on rank 1 at ``point``. What there is after it; then training goes on."""
     engine = make(Path(folder), 3, seed=3)

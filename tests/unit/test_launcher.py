@@ -25,6 +25,7 @@ from zerorun.launcher.job_plan import (
     Rendezvous,
     WorkerCommand,
     build_plan,
+    exported,
     full_environment,
     render_text,
 )
@@ -145,6 +146,11 @@ def test_a_torchrun_around_us_leaves_nothing_behind() -> None:
     environment = full_environment(worker, base)
     assert "TORCHELASTIC_USE_AGENT_STORE" not in environment
     assert (environment["RANK"], environment["HOME"], environment["PYTHONPATH"]) == ("0", "/h", "/mine")
+
+
+def test_a_job_that_a_rank_starts_does_not_take_the_copies_of_the_rank() -> None:
+    assert "ZERORUN_KEEPER" not in full_environment(plan_for().workers[0], {"ZERORUN_KEEPER": "/dev/shm/outer"})
+    assert exported({"ZERORUN_KEEPER": "/dev/shm/outer", "ZERORUN_DEVICE": "cpu"}) == {"ZERORUN_DEVICE": "cpu"}
 
 
 def test_terminal_is_made_known_only_when_there_is_one() -> None:

@@ -21,7 +21,7 @@ from zerorun.deepspeed.name_table import target_of
 from zerorun.errors import LaunchError
 from zerorun.launcher import chosen_hosts, cli, dump
 from zerorun.launcher.agent import Agent
-from zerorun.launcher.agent_commands import CARRIERS, CarrierOptions
+from zerorun.launcher.agent_commands import CARRIERS, CarrierOptions, carrier_environment
 from zerorun.launcher.agent_line import Line, decode, encode
 from zerorun.launcher.event_loop import Turns
 from zerorun.launcher.hosts import Host
@@ -45,6 +45,7 @@ from zerorun.launcher.options import build_parser, parse_args
 from zerorun.launcher.remote import RemoteNode
 from zerorun.launcher.sbatch import batch_script
 from zerorun.launcher.this_host import describe_host, interface_of, parse_cores, probe
+from zerorun.watch.launch_environment import choose_interface
 
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_TASKS_PER_NODE": "2(x3)"}
 
@@ -96,12 +97,47 @@ def test_devices_of_this_machine_keep_their_names(folder: Path) -> None:
     assert plan("--include", "localhost:0,2", environment=visible).workers[1].env["CUDA_VISIBLE_DEVICES"] == "GPU-a,MIG-c"
 
 
+def test_a_reserve_without_restarts_is_spoken_of(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "equal").write_text("n[1-3] slots=1\n")
+    told = []
+    for options in ([], ["--max-restarts=1"]):
+        assert cli.main(["-H", "equal", "--spares=1", *options, "--dry-run", "train.py"]) == 0
+        told.append("--spares 1 without --max-restarts" in capsys.readouterr().err)
+    assert told == [True, False]
+
+
+def test_slots_count_the_devices_that_the_user_has_chosen(folder: Path) -> None:
+    def devices(*argv: str, told: str = "4,5,6,7") -> list[str | None]:
+        found = plan(*argv, environment={"CUDA_VISIBLE_DEVICES": told})
+        return [worker.env.get("CUDA_VISIBLE_DEVICES") for worker in found.workers]
+
+    (folder / "own").write_text("localhost slots=4\n")
+    assert devices("-H", "own", "-i", "localhost:1,2") == ["5,6"] * 2
+    assert devices("-H", "own", "-i", "localhost:1", "--export=CUDA_VISIBLE_DEVICES=0,1,2,3") == ["1"]
+    assert devices("-H", "hosts", "-i", "n1:1", "--export=CUDA_VISIBLE_DEVICES=6,7") == ["7"]
+    assert devices("-H", "own", "-i", "localhost:1", told="") == [None]
+    with pytest.raises(LaunchError, match=r"localhost: slot 2 has no device, as .*=4,5 .* slots 0 to 1\. R"):
+        devices("-H", "own", "-i", "localhost:1,2", told="4,5")
+
+
 def test_sockets_use_the_interface_that_reaches_the_first_host(folder: Path) -> None:
     workers = plan("-H", "hosts", "--num-gpus=1").workers
     assert [worker.env.get("GLOO_SOCKET_IFNAME") for worker in workers] == ["eth0", "ib0", None]
     chosen = plan("-H", "hosts", "--num-gpus=1", environment={"GLOO_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO"})
     assert "GLOO_SOCKET_IFNAME" not in chosen.workers[0].env and chosen.exports["GLOO_SOCKET_IFNAME"] == "lo"
     assert chosen.workers[0].env["NCCL_SOCKET_IFNAME"] == "eth0"
+
+
+def test_interfaces_of_a_run_around_are_not_those_of_the_user(folder: Path) -> None:
+    inside = dict(plan("--nproc-per-node=1").workers[0].env)
+    choose_interface(inside, "lo")  # as init_distributed() does without a launcher
+    assert inside["GLOO_SOCKET_IFNAME"] == inside["NCCL_SOCKET_IFNAME"] == "lo"
+    for environment, kept in ((inside, {}), ({**inside, "NCCL_SOCKET_IFNAME": "ib0"}, {"NCCL_SOCKET_IFNAME": "ib0"})):
+        found = plan("-H", "hosts", "--num-gpus=1", environment=environment)
+        exported = {name: value for name, value in found.exports.items() if "INTERFACE" in name or "IFNAME" in name}
+        assert exported == kept
+        assert found.workers[0].env["GLOO_SOCKET_IFNAME"] == "eth0"
+        assert found.workers[0].env.get("NCCL_SOCKET_IFNAME", "ib0") == ("ib0" if kept else "eth0")
 
 
 @pytest.mark.parametrize(
@@ -169,6 +205,17 @@ def test_what_goes_to_other_hosts() -> None:
                    "AWS_KEY": "s", "CUDA_VISIBLE_DEVICES": "0", "TORCHELASTIC_RUN_ID": "x",
                    "LD_LIBRARY_PATH": "/l"}  # fmt: skip
     assert sorted(exported(environment)) == ["LD_LIBRARY_PATH", "NCCL_DEBUG", "PYTHONPATH", "WANDB_API_KEY"]
+
+
+def test_an_agent_in_slurm_has_all_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """srun takes what the job was asked for, such as one GPU for each of eight tasks, for options of the agent's step."""
+    of_tasks = {"SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK", "SLURM_NTASKS_PER_NODE"}
+    for name in of_tasks:
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with carrier_environment(CARRIERS["slurm"](Host("n1"), CarrierOptions("python"))) as environment:
+        assert environment is not None and environment["SLURM_JOB_ID"] == "7"
+        assert not of_tasks.intersection(environment)
 
 
 def test_env_files_and_exports(folder: Path) -> None:
@@ -473,6 +520,8 @@ def test_batch_script(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "#SBATCH --nodes=4" in lines and "#SBATCH --time=1:00 -p gpu" in lines
     assert lines[-1].startswith(f"exec {sys.executable} -m zerorun.launcher.cli ")
     assert lines[-1].endswith(" --nnodes=4 train.py 'a b' --sbatch")
+    assert cli.main(["--sbatch", "--nnodes=4", "--spares=2", "--max-restarts=1", "--dry-run", "train.py"]) == 0
+    assert "#SBATCH --nodes=6" in capsys.readouterr().out  # as many as this job takes from its allocation
     assert batch_script(["x", "$HOME"], name="n", nodes=1, options=[]).endswith("exec x '$HOME'\n")
 
 

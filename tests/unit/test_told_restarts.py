@@ -169,6 +169,49 @@ def test_workers_that_were_told_by_the_launcher_are_not_started_again_here(tmp_p
     assert number == signal.SIGTERM or "no restart: the launcher has passed on a signal" in err
 
 
+def test_a_signal_waits_for_workers_that_do_not_listen_yet(tmp_path: Path) -> None:
+    """While they import, and while none is there: it reaches the next ones, and no restart goes by for it."""
+    (tmp_path / "train.py").write_text(
+        "import os, signal, sys, time\nattempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('here', flush=True)\nwhile not os.path.exists('told'): time.sleep(0.01)\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\ntime.sleep(30)\n"
+    )
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--max-restarts=3", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stdout.readline() == "here\n"
+        job.send_signal(signal.SIGUSR1)
+        assert job.stderr is not None
+        first = job.stderr.readline()
+        (tmp_path / "told").touch()
+        try:
+            out, err = job.communicate(timeout=10 * patience())
+        finally:
+            job.kill()
+    assert "SIGUSR1 is kept for rank 0" in first
+    assert job.returncode == 75 and not out and "restart 1" not in err, err
+
+
+def test_a_signal_between_two_starts_reaches_the_second(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, signal, sys, time\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': raise ValueError\n"
+        "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))\ntime.sleep(30)\n"
+    )
+    text = """
+import signal, sys
+from zerorun.launcher.cli import main
+from zerorun.launcher.job import Job
+regroup = Job._regroup
+def told_meanwhile(job, restart):
+    job.on_signal(signal.SIGUSR1)
+    return regroup(job, restart)
+Job._regroup = told_meanwhile
+sys.exit(main(["--max-restarts=3", "train.py"]))
+"""
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20 * patience(), check=False)
+    assert done.returncode == 75 and "restart 2" not in done.stderr, done.stderr
+
+
 def test_workers_that_ask_by_themselves_are_started_again_here(tmp_path: Path) -> None:
     script = TRAINS + "train(attempt, attempt + 1)\nsys.exit(75 * (attempt == 0))\n"
     code, err = launch(tmp_path, script, "--max-restarts=3")

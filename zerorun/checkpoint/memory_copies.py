@@ -27,7 +27,6 @@ if one engine makes more than one step in a pass: a warning says that it goes on
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -94,7 +93,7 @@ class MemoryCopies:
     @classmethod
     def make(cls, subject: Subject, run: Any, every_steps: int) -> MemoryCopies | None:
         """Return None if they are not asked for, or if no launcher keeps them."""
-        place = os.environ.get(copy_keeper.VARIABLE)
+        place = copy_keeper.own_folder()
         if every_steps and place is None:
             warn_once("checkpoint.in_memory has no effect: only `zerorun --max-restarts` keeps copies for another start.")
         if not every_steps or place is None:

@@ -158,7 +158,7 @@ class Fitting:
 
     def _require_shared_memory(self, ranks: int, *, several_hosts: bool) -> None:
         """Raise DoesNotFitError if the memory file system is too small for what ``checkpoint.in_memory`` keeps there."""
-        folder, every = os.environ.get(copy_keeper.VARIABLE), self._config.checkpoint.in_memory.every_steps
+        folder, every = copy_keeper.own_folder(), self._config.checkpoint.in_memory.every_steps
         if not every or folder is None:
             return
         needed = ranks * memory_of_copies(self._plan, self._config, several_hosts=several_hosts)
@@ -174,7 +174,7 @@ class Fitting:
     @cached_property
     def _copies_left(self) -> int:
         """The bytes on this host of copies that a start before has left, which make room for new ones."""
-        folder = os.environ.get(copy_keeper.VARIABLE)
+        folder = copy_keeper.own_folder()
         return copy_keeper.engine_folders.left_bytes(folder) if folder is not None else 0
 
     def _shortage(self, device: int, virtual: int, near: list[Demand]) -> str | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
+INTERFACE_NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # set by zerorun where the user has not
+CHOSEN_INTERFACES = "ZERORUN_INTERFACES"  # those that zerorun has set, as "NAME=VALUE NAME=VALUE"
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _OF_MPIRUN = (
     # Open MPI, MVAPICH, and MPICH with Intel MPI.
@@ -30,6 +32,28 @@ def launched(environment: Mapping[str, str]) -> dict[str, str]:
     if not by_name and found.get("WORLD_SIZE") == "1":
         found = {name: value for name, value in found.items() if name not in _PLACE}
     return found
+
+
+def choose_interface(environment: MutableMapping[str, str], interface: str) -> None:
+    """Set ``INTERFACE_NAMES`` that are missing in ``environment``, and note there that it was not the user."""
+    missing = [name for name in INTERFACE_NAMES if name not in environment]
+    if missing:
+        environment.update(dict.fromkeys(missing, interface))
+        noted = environment.get(CHOSEN_INTERFACES, "").split()
+        environment[CHOSEN_INTERFACES] = " ".join([*noted, *(f"{name}={interface}" for name in missing)])
+
+
+def without_choices(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return ``environment`` without the interfaces that zerorun itself has set.
+
+    They are those of the ranks of one run. A job that such a rank starts may have ranks on other hosts.
+    """
+    noted = environment.get(CHOSEN_INTERFACES, "").split()
+    return {
+        name: value
+        for name, value in environment.items()
+        if name != CHOSEN_INTERFACES and not (name in INTERFACE_NAMES and f"{name}={value}" in noted)
+    }
 
 
 def place_in_step(environment: Mapping[str, str]) -> tuple[int, int]:

@@ -34,10 +34,11 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from ...errors import TopologyError
+from ...launcher.copy_keeper import own_folder
 from ...log import logger, warn_once
 from ...watch.board import RENDEZVOUS, Phase, board, is_read, show_board, watch_other_hosts
+from ...watch.launch_environment import choose_interface, launched
 from ...watch.launch_environment import is_on_one_host as ranks_on_one_host
-from ...watch.launch_environment import launched
 from ..device import default_device, device_of_rank, name_of, on_gpu, select
 from ..script_calls import show_script_calls
 from ..topology import forget_everyone
@@ -91,6 +92,7 @@ def init_distributed(
     """
     global _owns_process_group
     show_board()
+    own_folder()
     if device in _BACKENDS:
         device, dist_backend = None, str(device)
     device = device_of_rank(torch.device(device)) if device is not None else default_device()
@@ -103,8 +105,7 @@ def init_distributed(
     limit = timeout if timeout is not None else timedelta(seconds=timeout_s) if timeout_s else _LIMIT
     rank, world_size, address = _rendezvous()
     if _is_one_host(address) and sys.platform == "linux":
-        for library in ("GLOO", "NCCL"):
-            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+        choose_interface(os.environ, "lo")  # it stays: gloo reads it again for each further group
     roll, words = RollCall("rendezvous", world_size), f"{RENDEZVOUS} {world_size} ranks at {address or 'this process'}"
     with waiting(words, roll.missing), _naming(roll, words, limit):
         meeting = _meet(rank, address, limit)
@@ -183,15 +184,24 @@ def _meet(rank: int, address: str | None, timeout: timedelta) -> dist.Store:
             listener = socket.create_server((host, int(port)), backlog=_BACKLOG).detach()
     elif not serves:
         _await_listener(host, int(port), timeout)
-    store = dist.TCPStore(
-        host,
-        int(port),
-        is_master=serves,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=listener,
-    )
+    try:
+        store = dist.TCPStore(
+            host,
+            int(port),
+            is_master=serves,
+            timeout=timeout,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener,
+        )
+    except dist.DistNetworkError as error:
+        if not serves or "EADDRINUSE" not in str(error):
+            raise
+        raise TopologyError(
+            f"rank 0 keeps the rendezvous at {address}, and another process has port {port} already. Remedy: if a rank has "
+            "started this program, start it without RANK and WORLD_SIZE, which it has from that rank (`env -u RANK -u "
+            "WORLD_SIZE python ...`); else another MASTER_PORT."
+        ) from error
     return dist.PrefixStore("zerorun", store)
 
 
