@@ -68,13 +68,13 @@ def own_folder() -> str | None:
     return _own_folder
 
 
-def _forget_folder() -> None:
-    """A forked process is no rank."""
+def forget_folder() -> None:
+    """Keep no copies any more, as in a forked process, which is no rank."""
     global _own_folder
     _own_folder = None
 
 
-os.register_at_fork(after_in_child=_forget_folder)
+os.register_at_fork(after_in_child=forget_folder)
 
 
 class Keeper:

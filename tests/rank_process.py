@@ -41,6 +41,7 @@ import zerorun.engine.initialize  # noqa: F401  (what engines need)
 from zerorun import log
 from zerorun.distributed.transport import communicator as comm
 from zerorun.distributed.transport import open_shards
+from zerorun.launcher import copy_keeper
 from zerorun.zero import gathers, gradients
 
 _LEAK_BYTES = 16 * 2**20  # that a job may keep: caches of libraries
@@ -153,6 +154,7 @@ class Slate:
         torch.use_deterministic_algorithms(False)
         torch.autograd.set_detect_anomaly(False)
         log._warned.clear()
+        copy_keeper.forget_folder()
         left, self._is_new = self._left(), False
         self._note()
         assert not left, "the job has left behind: " + "; ".join(left)

@@ -145,8 +145,9 @@ class SavesAfterEachBatch(Callback):
     """As ModelCheckpoint does by time, or after a resume: also where the engine has not stepped yet."""
 
     def on_train_batch_end(self, trainer: Any, *unused: Any) -> None:
-        folder = tempfile.mkdtemp() if trainer.global_rank == 0 else ""
-        trainer.save_checkpoint(Path(trainer.strategy.broadcast(folder)) / "saved")
+        with tempfile.TemporaryDirectory() as own:
+            trainer.save_checkpoint(Path(trainer.strategy.broadcast(own)) / "saved")
+            trainer.strategy.barrier()
 
 
 class WithBackbone(Model):
