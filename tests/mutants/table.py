@@ -3652,8 +3652,8 @@ MUTANTS = (
         "older-copies-first",
         "order",
         "zerorun/checkpoint/memory_copies.py",
-        "    return sorted(whole, reverse=True)",
-        "    return sorted(whole, key=str, reverse=True)",
+        "    return {version: told[version][1] for version in sorted(whole, reverse=True)}",
+        "    return {version: told[version][1] for version in sorted(whole, key=str, reverse=True)}",
         ("tests/ranks/test_memory_copies.py::test_the_copy_of_the_most_steps_is_loaded",),
     ),
     Mutant(
@@ -4776,8 +4776,8 @@ MUTANTS = (
         "a-checkpoint-that-was-given-up-comes-back",
         "stale",
         "zerorun/checkpoint/memory_copies.py",
-        "            if step < steps and int(epoch) < as_number(saved_at):",
-        "            if step < steps:",
+        "                if max([step, *(reached for _, reached in later)]) < steps and int(epoch) < as_number(saved_at):",
+        "                if max([step, *(reached for _, reached in later)]) < steps:",
         ("tests/ranks/test_memory_copies.py", "-k", "given_up_does_not"),
     ),
     Mutant(
