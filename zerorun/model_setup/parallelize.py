@@ -234,8 +234,8 @@ def _refuse_unlike(model: Pipelined, topology: Topology, raw: RawOptimizer) -> N
             texts = {f"{local} ({', '.join(f'{key}: {found.get(key)}' for key in shown)})" for local, found in every}
             raise ModelError(
                 f"{name} is one parameter of several pipeline stages, and its copies are to be optimized in different "
-                f"ways, by which they would not stay equal: {', '.join(sorted(texts))}. Remedy: on every stage that has it, "
-                "put it into a parameter group of the same settings, under the name that it has there."
+                f"ways, by which they would not stay equal: {', '.join(sorted(texts))}. Remedy: on every stage that has "
+                "it, put it into a parameter group of the same settings, under the name that it has there."
             )
 
 
