@@ -1223,6 +1223,22 @@ MUTANTS = (
         ("tests/ranks/test_parallel_bad_input.py", "-k", "told_once"),
     ),
     Mutant(
+        "a-stage-in-training-is-put-into-it-again",
+        "stale",
+        "zerorun/engine/pipeline_engine.py",
+        "        if not self.module.training:  # else parts that are to stay in evaluation mode do",
+        "        if True:",
+        ("tests/ranks/test_pipeline.py", "-k", "stay_in_it and False"),
+    ),
+    Mutant(
+        "evaluation-forgets-the-modes-of-parts",
+        "stale",
+        "zerorun/pipeline/pipelined.py",
+        "            part.training = training",
+        "            part.train()",
+        ("tests/ranks/test_pipeline.py", "-k", "stay_in_it and False"),
+    ),
+    Mutant(
         "means-of-means-where-nobody-is-told",
         "rank",
         "zerorun/engine/pipeline_engine.py",

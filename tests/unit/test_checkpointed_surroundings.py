@@ -363,7 +363,7 @@ def test_buffers_that_a_module_gets_in_a_call_or_after_the_first_change_once(beg
     torch.manual_seed(0)
     plain = nn.Sequential(Lazy(begins, inner), nn.Linear(WIDTH, WIDTH))
     model = copy.deepcopy(plain)
-    handle = CheckpointedBlocks(model, [model[0]], Recompute(policy))
+    handle = CheckpointedBlocks(model, [("0", model[0])], Recompute(policy))
     for step in range(4):
         x, found = torch.randn(ROWS, WIDTH), []
         for tried in (model, plain):
