@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -398,6 +399,93 @@ def test_copies_of_a_tied_parameter_that_differ_are_named(kind: str) -> None:
     for (error, message), *_ in run_ranks(2, freeze, kind):
         assert error == "ModelError"
         assert all(word in message for word in ("0.weight is one parameter of several pipeline stages", *words))
+
+
+def group(kind: str) -> tuple[str, str]:
+    """The first copy of a tied table is in another group, or in none."""
+    module = build_layers(2, num_stages=2)
+    table = [param for name, param in module.named_parameters() if name == "0.weight"]
+    groups = [{"params": [param for param in module.parameters() if param not in set(table)]}]
+    if kind == "another":
+        groups.append({"params": table, "weight_decay": 0.5})
+    return attempt(lambda: zerorun.initialize(module, make_config(1), model_parameters=groups))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    (
+        ("another", ("0.weight (weight_decay: 0.5)", "3.weight (weight_decay: None)")),
+        ("none", ("0.weight (in a parameter group: no)", "3.weight (in a parameter group: yes)")),
+    ),
+)
+def test_copies_of_a_tied_parameter_in_unlike_groups_are_named(kind: str, words: tuple[str, ...]) -> None:
+    for error, message in run_ranks(2, group, kind):
+        assert error == "ModelError"
+        assert all(word in message for word in ("0.weight is one parameter of several pipeline stages", *words))
+
+
+def treat(kind: str, names: tuple[str, ...]) -> tuple[list[tuple[str, str]], list[bool], list[str]]:
+    """Step three times, and before the second treat copies of a tied table that have one of ``names``.
+
+    Returns (errors, whether each step has left the weights alone, warnings).
+    """
+    said: list[str] = []
+    module = build_layers(2, num_stages=2)
+    engine = zerorun.initialize(module, make_config(1, optimizer="SGD", accumulation=2))
+    found, kept = [], []
+    with mock.patch("zerorun.engine.step_outcomes.warn_once", said.append):
+        for step in range(3):
+            for name in names if step == 1 else ():
+                param = dict(engine.module.named_parameters()).get(name)
+                if param is not None and kind == "freeze":
+                    param.requires_grad_(False)
+                elif param is not None and kind == "write":
+                    with torch.no_grad():
+                        param.mul_(0.5)
+                elif param is not None and kind == "hook":
+                    param.register_hook(lambda gradient: gradient * 0.5)
+                elif param is not None and kind == "rate":
+                    engine.optimizer.param_groups[0]["lr"] *= 2
+            before = [param.detach().clone() for param in engine.module.parameters()]
+            data = iter([pair_of(step, micro, 0) for micro in range(2)])
+            found.append(attempt(lambda data=data: engine.train_batch(data)))
+            kept.append(all(map(torch.equal, before, engine.module.parameters())))
+    engine.destroy()
+    return found, kept, said
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    (
+        ("freeze", ("'0.weight' on stage 0 (frozen)", "'3.weight' on stage 1 (trained)")),
+        ("write", ("'0.weight' on stage 0 (written to in place", "'3.weight' on stage 1 (not written to)")),
+        ("rate", ("'0.weight' on stage 0 (lr=", "'3.weight' on stage 1 (lr=")),
+    ),
+)
+def test_a_step_for_which_copies_of_a_tied_parameter_were_treated_unlike_is_not_taken(
+    kind: str, words: tuple[str, ...]
+) -> None:
+    for found, kept, said in run_ranks(2, treat, kind, ("0.weight",)):
+        (first, _), (error, message), (third, _) = found
+        assert (first, error, third) == ("", "StepError", "" if kind == "write" else "StepError")
+        assert kept == [False, True, kind != "write"]
+        assert all(word in message for word in ("'0.weight' is one parameter of several pipeline stages", *words))
+        assert not said
+
+
+@pytest.mark.parametrize("kind", ("freeze", "write", "hook", "rate"))
+def test_copies_of_a_tied_parameter_that_are_treated_alike_are_as_any_other(kind: str) -> None:
+    for found, kept, said in run_ranks(2, treat, kind, ("0.weight", "3.weight")):
+        assert [error for error, _ in found] == ["", "", ""]
+        assert kept == [False, False, False]
+        assert not said
+
+
+def test_hooks_on_one_copy_of_a_tied_parameter_are_told_once() -> None:
+    for found, kept, said in run_ranks(2, treat, "hook", ("0.weight",)):
+        assert [error for error, _ in found] == ["", "", ""]
+        assert kept == [False, False, False]
+        assert len(said) == 1 and "'0.weight' on stage 0 (1 hooks), '3.weight' on stage 1 (0 hooks)" in said[0]
 
 
 def test_a_tied_parameter_that_is_frozen_stays_as_in_one_process() -> None:

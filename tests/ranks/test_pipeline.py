@@ -493,3 +493,50 @@ def test_data_comes_in_its_own_order_in_pipelines_and_shuffled_elsewhere(pipelin
         found = run_ranks(2, samples_given, pipelined, written)
         assert sorted(number for each in found for number in each) == of_all
         assert (found != in_order) == shuffled
+
+
+def with_dropout(**options: Any) -> PipelineModule:
+    """Its layers come in evaluation mode, as those of a pretrained model do."""
+    torch.manual_seed(3)
+    made = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)).eval() for _ in range(2)]
+    return PipelineModule(made, loss_fn=functional.mse_loss, partition_method="uniform", **options)
+
+
+def rows_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    given = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(step))
+    return given[0], given[1]
+
+
+def train_in_modes(ends: bool) -> tuple[list[float], list[bool], list[bool]]:
+    """Returns (losses, which modules train after initialize(), which do in the end). ``ends``: evaluation of the whole."""
+    engine = zerorun.initialize(with_dropout(num_stages=2), make_config(1, optimizer="SGD"))
+    losses, begun = [], [part.training for part in engine.module.modules()]
+    for part in engine.module.modules():
+        if isinstance(part, nn.Dropout):
+            part.eval()
+    for step in range(3):
+        losses.append(float(engine.train_batch(iter([rows_of(step)]))))
+        losses.append(float(engine.eval_batch(iter([rows_of(step)]))))
+    if ends:
+        engine.eval()
+        engine.train_batch(iter([rows_of(3)]))
+    modes = [part.training for part in engine.module.modules()]
+    engine.destroy()
+    return losses, begun, modes
+
+
+@pytest.mark.parametrize("ends", (False, True))
+def test_parts_that_a_script_has_put_into_evaluation_mode_stay_in_it(ends: bool) -> None:
+    model, losses = with_dropout(num_stages=1).eval(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(3):
+        given, wanted = rows_of(step)
+        loss = functional.mse_loss(model(given), wanted)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item(), functional.mse_loss(model(given), wanted).item()]
+    for found, begun, modes in run_ranks(2, train_in_modes, ends):
+        assert found == pytest.approx(losses, rel=1e-6)
+        assert all(begun)
+        assert modes == [True, True, True, ends]  # the stage, its layer, a linear layer and the dropout

@@ -334,6 +334,48 @@ def test_a_module_that_begins_late_to_change_its_buffers(
     assert len(said) == (not exact) and all("'scale'" in text for text in said)
 
 
+class Lazy(nn.Module):
+    """Has a running statistic, on which its output depends, from call number ``begins`` on; ``inner``: in a new part."""
+
+    def __init__(self, begins: int, inner: bool) -> None:
+        super().__init__()
+        self.linear, self._left, self._inner = nn.Linear(WIDTH, WIDTH), begins, inner
+
+    def begin(self) -> None:
+        """What a script may do between calls: a part is added, or the buffer, in the call."""
+        self._left -= 1
+        if self._inner and self._left == 0:
+            self.part = nn.Module()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        owner = self.part if self._inner and self._left <= 0 else self
+        if self._left <= 0 and "scale" not in owner._buffers:
+            owner.register_buffer("scale", torch.ones(WIDTH))
+        if self._left <= 0:
+            owner.scale.mul_(0.5).add_(y.detach().std(0))
+        return torch.tanh(y / owner.scale) if self._left <= 0 else y
+
+
+@pytest.mark.parametrize("policy", ("full", "selective"))
+@pytest.mark.parametrize(("begins", "inner"), ((1, False), (2, False), (2, True)))
+def test_buffers_that_a_module_gets_in_a_call_or_after_the_first_change_once(begins: int, inner: bool, policy: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Lazy(begins, inner), nn.Linear(WIDTH, WIDTH))
+    model = copy.deepcopy(plain)
+    handle = CheckpointedBlocks(model, [("0", model[0])], Recompute(policy))
+    for step in range(4):
+        x, found = torch.randn(ROWS, WIDTH), []
+        for tried in (model, plain):
+            tried[0].begin()
+            loss = tried(x).square().sum()
+            found.append(torch.autograd.grad(loss, list(tried.parameters())))
+        assert all(map(torch.equal, *found)), step
+        states = model.state_dict()
+        assert [name for name, value in plain.state_dict().items() if not torch.equal(states[name], value)] == []
+    handle.remove()
+
+
 # -- host memory -------------------------------------------------------------------------------------------------
 
 

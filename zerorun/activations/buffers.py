@@ -18,8 +18,6 @@ from .changed_in_place import version_of
 _SMALL_BYTES = 1 << 16  # of a buffer that is copied in any case
 # Whether a module has changed its buffers in a forward so far; modules that have not run yet are not there.
 _changing: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
-# Those with buffers among the parts of a module.
-_holders: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,8 @@ class _Before:
 
     @property
     def is_past(self) -> bool:
-        if any(self.module._buffers.get(name) is not tensor for name, tensor in self.tensors.items()):
+        buffers = self.module._buffers
+        if len(buffers) != len(self.tensors) or any(buffers.get(name) is not it for name, it in self.tensors.items()):
             return True
         return self.versions != _versions(self.tensors)
 
@@ -45,7 +44,7 @@ class _Before:
 
     def again(self) -> dict[str, torch.Tensor | None]:
         """The buffers as they were, in tensors that a second run may change."""
-        return {name: _copied(tensor) for name, tensor in {**self.module._buffers, **self.tensors, **self.copies}.items()}
+        return {name: _copied(tensor) for name, tensor in {**self.tensors, **self.copies}.items()}
 
 
 class BufferStates:
@@ -53,15 +52,20 @@ class BufferStates:
 
     A second run finds those that the first one has changed as this had found them: with spectral norms its results depend
     on them. What it does to them is dropped. Large ones that do not change are copied once, to learn that; if they begin
-    later, the second run of that one call finds them changed, and a warning says so.
+    later, the second run of that one call finds them changed, and a warning says so. A module may get buffers at any time,
+    also in the first run, and modules may be added, so that each call looks at all of them.
     """
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
-        modules = {module: None for root in roots for module in _with_buffers(root)}
-        self._before = [_before(module) for module in modules]
+        modules = _parts_of(roots)
+        self._before = [_before(module) for module in dict.fromkeys(part for part in modules if part._buffers)]
+        self._without = [module for module in modules if not module._buffers]
 
     def finish(self) -> None:
         """The first run is over."""
+        new = dict.fromkeys(module for module in self._without if module._buffers)
+        self._before += [_Before(module, {}, {}, {}) for module in new]
+        self._without = []
         for before in self._before:
             _changing[before.module] = _changing.get(before.module, False) or before.is_past
         self._before = [before for before in self._before if before.is_past]
@@ -78,12 +82,12 @@ class BufferStates:
         """While the call runs again."""
         now = [dict(before.module._buffers) for before in self._before]
         for before in self._before:
-            before.module._buffers.update(before.again())
+            _put(before.module, before.again())
         try:
             yield
         finally:
             for before, buffers in zip(self._before, now, strict=True):
-                before.module._buffers.update(buffers)
+                _put(before.module, buffers)
 
 
 def _before(module: nn.Module) -> _Before:
@@ -105,10 +109,23 @@ def _copied(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return None if tensor is None else tensor.detach().clone()
 
 
-def _with_buffers(root: nn.Module) -> list[nn.Module]:
-    if root not in _holders:
-        _holders[root] = [weakref.ref(module) for module in root.modules() if module._buffers]
-    return [module for reference in _holders[root] if (module := reference()) is not None]
+def _put(module: nn.Module, buffers: dict[str, torch.Tensor | None]) -> None:
+    """Let ``module`` have these buffers, and no others: code may ask whether it has one, and make it if it has not."""
+    for name in module._buffers.keys() - buffers.keys():
+        del module._buffers[name]
+    module._buffers.update(buffers)
+
+
+def _parts_of(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """All modules in ``roots``, one that is in several places more than once.
+
+    Every call needs them, and ``modules()``, which looks at each whether it was there before, takes several times as long.
+    """
+    found = list(roots)
+    for module in found:  # which grows
+        if module._modules:
+            found += [part for part in module._modules.values() if part is not None]
+    return found
 
 
 def modules_of(function: Any) -> list[nn.Module]:

@@ -50,6 +50,8 @@ from .step_outcomes import (
     is_refused,
     refuse_changes,
     refuse_differing,
+    refuse_unlike_copies,
+    told_of_copies,
 )
 
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
@@ -317,11 +319,12 @@ class Engine(CurvatureTaking):
         self.history.progress.begin()
         self.sharded_model.reduce()
         asked = saves.wishes() if saves is not None else ()
-        wishes = (board.wanted_trace, self.accumulation.backwards, is_refused(self.sharded_model), *asked)
+        alike, copies = alike_of(self.sharded_model), told_of_copies(self.sharded_model, self.history)
+        wishes = (board.wanted_trace, self.accumulation.backwards, is_refused(self.sharded_model), copies, *asked)
         must_know = self.lr_scheduler is not None and not has_state(self.lr_scheduler)
-        told = self.accumulation.told(wishes, alike_of(self.sharded_model), must_know=must_know)
+        told = self.accumulation.told(wishes, alike, must_know=must_know)
         summary = self.sharded_model.norm(told)
-        trace, backwards, refusals, *others = summary.wishes
+        trace, backwards, refusals, unlike, *others = summary.wishes
         backwards = -(-backwards // self.topology.world_size)  # some ranks may have had no gradients in some of them
         board.agree_on_trace(trace)
         if self.memory_copies is not None:
@@ -332,6 +335,8 @@ class Engine(CurvatureTaking):
             self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
             refuse_no_backward(backwards)
             refuse_differing(self.sharded_model, summary.differing)
+            if unlike:
+                refuse_unlike_copies(self.sharded_model, self.history)
             advise_differing(self.sharded_model, self.history, told, summary.differing)
             if summary.same_data:
                 advise_own_data(self.topology.data_parallel_size)

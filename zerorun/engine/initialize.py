@@ -285,7 +285,7 @@ def _prepared(
         swap = partial(Float8Layers, in_fp8, wanted.fp8, device.type)
         multiplying = _agree(swap) if wanted.fp8.enabled else swap()
         parallelized = parallelized.undone_with(multiplying.remove)
-        parallelized = divide(model, layers, wanted, topology, device).undone_with(multiplying.remove)
+        parallelized = divide(model, layers, wanted, topology, device, raw).undone_with(multiplying.remove)
         parallelized = divide_sequences(model, way, wanted, topology, device, parallelized)
         if wanted.fp8.enabled:
             _agree(multiplying.refuse_odd_parts)

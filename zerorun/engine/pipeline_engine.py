@@ -22,7 +22,7 @@ from ..monitors.breakdown import EVALUATION
 from ..optim.nested_containers import cast_floats
 from ..pipeline.executor import Executor, Timed, units_of_chunks
 from ..pipeline.p2p import PointToPoint, links_of
-from ..pipeline.pipelined import Pipelined
+from ..pipeline.pipelined import Pipelined, evaluating
 from ..pipeline.schedule.actions import FORWARD_ONLY, ActionKind, PipelineSchedule
 from ..pipeline.schedule.schedules import ZERO_BUBBLE, make_schedule
 from ..pipeline.schedule.times import Times
@@ -52,6 +52,9 @@ class PipelineEngine(Engine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         section, topology = self.config.pipeline, self.topology
+        if self.sharded is not None:
+            # Layers of a pretrained model come in evaluation mode. From here on, what a script sets is what it wants.
+            self.module.train()
         self._later = WeightGradients()
         if section.schedule == ZERO_BUBBLE:
             self.runtime.keep([SplitLayers(self.module, self._later)])
@@ -88,6 +91,7 @@ class PipelineEngine(Engine):
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
         """Train on ``gradient_accumulation_steps`` micro-batches and update the weights. All ranks must call it.
 
+        The stage is put into training mode if it is not in it. Parts that are in evaluation mode in one that is stay so.
         Returns the mean loss over micro-batches and data-parallel ranks, a scalar, on all stages. Micro-batches
         come from ``data_iter``, or else from the training data given to initialize(), which is repeated without end. Raises
         StopIteration on all ranks if the data of any rank ends, and the errors that ``Engine.step`` raises.
@@ -99,7 +103,8 @@ class PipelineEngine(Engine):
         count = self.gradient_accumulation_steps()
         if self.history.scaler.dynamic:
             self.settle()  # on all stages alike: whether a step overflowed at the smallest scale decides what is looked at
-        self.module.train()
+        if not self.module.training:  # else parts that are to stay in evaluation mode do
+            self.module.train()
         batches = self._take(data_iter, count)
         for batch in batches:  # on the first stage, too: rank 0 is there, which alone writes what is advised
             if isinstance(batch, Mapping):
@@ -137,22 +142,17 @@ class PipelineEngine(Engine):
         if reduce_output is not None and reduce_output.lower() != "avg":
             raise PipelineError(f"eval_batch(reduce_output={reduce_output!r}). Remedy: 'avg', or None for each loss.")
         count = num_micro_batches or self._evaluated
-        training = self.module.training
-        self.module.eval()
-        try:
-            watch = self.comm.statistics.watch
-            with torch.no_grad(), nullcontext() if watch is None else watch.during(EVALUATION):
-                batches = self._take(data_iter, count)
-                schedule = make_schedule(FORWARD_ONLY, self.topology.pipe, count, chunks=self.module.chunks)
-                self._executor.run(schedule, batches, needs_loss=compute_loss)
-                result: Any = None
-                if compute_loss:
-                    losses = self._executor.losses
-                    result = losses if reduce_output is None else self._mean(losses, count)
-                    if not bcast_loss and not self.is_last_stage():
-                        result = None
-        finally:
-            self.module.train(training)
+        watch = self.comm.statistics.watch
+        with evaluating(self.module), torch.no_grad(), nullcontext() if watch is None else watch.during(EVALUATION):
+            batches = self._take(data_iter, count)
+            schedule = make_schedule(FORWARD_ONLY, self.topology.pipe, count, chunks=self.module.chunks)
+            self._executor.run(schedule, batches, needs_loss=compute_loss)
+            result: Any = None
+            if compute_loss:
+                losses = self._executor.losses
+                result = losses if reduce_output is None else self._mean(losses, count)
+                if not bcast_loss and not self.is_last_stage():
+                    result = None
         return (result, self._executor.outputs) if return_logits else result
 
     @property

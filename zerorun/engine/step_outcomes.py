@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
@@ -26,6 +26,7 @@ from ..watch.board import board
 from ..zero.norm import Decision, Differing, Outcome, Summary, Told
 from ..zero.placeholders import released_parameter
 from ..zero.sharded_model import ShardedModel
+from ..zero.tied_copies import CopyState, TiedCopy, state_of, summand, unlike_copies
 from .accumulation import UNUSABLE_WEIGHT, Notes, is_in_a_step, refuse_no_weight, warn_of_kept
 from .batches import Batches
 from .reports import LoopQueries, Reports
@@ -251,6 +252,45 @@ def alike_of(model: ShardedModel) -> tuple[float | None, int | None, int | None]
     return sum(math.sin(1 + place) * rate for place, rate in enumerate(rates)), writes, frozen
 
 
+def told_of_copies(model: ShardedModel, history: History) -> int:
+    """What this pipeline stage adds to a sum that is 0 if all copies of tied parameters are treated alike.
+
+    ``alike_of`` must have been called before, which finds the writes of this step.
+    """
+    return sum(summand(copy, state) for copy, state in _copies_now(model, history))
+
+
+def _copies_now(model: ShardedModel, history: History) -> Iterator[tuple[TiedCopy, CopyState]]:
+    assert model.optimizer is not None
+    written, groups = model.runtime.guard.written, model.optimizer.optimizer.param_groups
+    for copy in model.parts.tied:
+        state = state_of(copy, groups, is_written=id(copy.param) in written)
+        yield copy, state._replace(hooks=0) if "hooks" in history.advised else state
+
+
+def refuse_unlike_copies(model: ShardedModel, history: History) -> None:
+    """Raise StepError for a tied parameter whose copies the script has treated in different ways; warn once of hooks.
+
+    All ranks must call it.
+    """
+    mine = [(copy.name, copy.local, copy.stage, state) for copy, state in _copies_now(model, history)]
+    unlike = unlike_copies(model.comm.control.values(mine))
+    for name, found, _ in (entry for entry in unlike if not entry.only_hooks):
+        raise StepError(
+            f"{name!r} is one parameter of several pipeline stages, and the script has treated its copies in different "
+            f"ways: {found}. They do not stay equal by that. This step was not taken. Remedy: do the same on every stage "
+            "that has it, under the name that it has there. Where a layer writes to it in its forward, as nn.Embedding "
+            "with max_norm, train with one stage."
+        )
+    for name, found, _ in unlike:
+        history.advised.add("hooks")
+        warn_once(
+            f"{name!r} is one parameter of several pipeline stages, and its copies have different hooks: {found}. A hook "
+            "gets the gradient of its own stage alone, before those of other stages are added. Remedy: register it on "
+            "every stage that has the parameter, under the name that it has there, if it changes gradients."
+        )
+
+
 def refuse_differing(model: ShardedModel, differing: Differing) -> None:
     """Raise StepError, on all ranks alike, if ranks divide gradients by different numbers, or have different rates."""
     if differing.divisor:
@@ -289,7 +329,7 @@ def advise_differing(model: ShardedModel, history: History, told: Told, differin
     if differing.writes and "writes" not in history.advised:
         history.advised.add("writes")
         most, least, found = _extremes(model.comm.control.values(told.alike.writes))
-        names = model.comm.control.values(list(map(repr, model.runtime.guard.written[:_MOST_NAMED])))[most]
+        names = model.comm.control.values(list(map(repr, model.runtime.guard.written.values()))[:_MOST_NAMED])[most]
         warn_once(
             f"rank {most} has written in place to parameters {found[most]} times since the last step, and rank {least} "
             f"{found[least]} times ({', '.join(names)}). From here on ranks have different weights at stage 0; at the "

@@ -23,15 +23,18 @@ from ..distributed.transport.transport import Transport
 from ..distributed.transport.world import gather_values
 from ..errors import ModelError, PipelineError, TopologyError
 from ..log import info_once
+from ..optim.requested_optimizer import RawOptimizer
 from ..pipeline.pipelined import Pipelined, Tie
 from ..pipeline.stages import processes_of
 from ..zero.init import part_of, refuse_partitioned
+from ..zero.tied_copies import TiedCopy
 from .parallelized_model import ParallelizedModel
 
 if TYPE_CHECKING:
     from ..context_parallel.divided_model import Way
     from ..tensor_parallel.styles import ParallelPlan
 
+_IN_A_GROUP = "in a parameter group"
 Copies = dict[int, tuple[str, bool]]  # id(parameter) -> name in ``model_axes``, whether it is the first copy
 
 
@@ -119,11 +122,17 @@ def plan_layers(model: nn.Module, config: Config, topology: Topology, experts: C
 
 
 def divide(
-    model: nn.Module, plan: ParallelPlan | None, config: Config, topology: Topology, device: torch.device
+    model: nn.Module,
+    plan: ParallelPlan | None,
+    config: Config,
+    topology: Topology,
+    device: torch.device,
+    raw: RawOptimizer,
 ) -> ParallelizedModel:
     """Divide the layers of ``model`` in place by ``plan``, unless it is made of divided layers, and spread its experts.
 
-    All ranks must call it. Raises ModelError, on all ranks alike, and leaves the model as it was.
+    ``raw``: the optimizer that it will have. All ranks must call it. Raises ModelError, on all ranks alike, and leaves the
+    model as it was.
     """
     made = ParallelizedModel()
     if topology.tensor > 1:
@@ -136,8 +145,8 @@ def divide(
         made = divide_experts(model, topology, device, made)
     if isinstance(model, Pipelined) and topology.pipe > 1:
         _refuse_dropped(model, topology)
-        _refuse_unlike(model, topology)
-        _tie(model, topology, made, device)
+        _refuse_unlike(model, topology, raw)
+        _tie(model, topology, made, device, raw)
     return made
 
 
@@ -194,27 +203,54 @@ def _refuse_dropped(model: Pipelined, topology: Topology) -> None:
         raise ModelError(f"no pipeline stage has {', '.join(sorted(lost)[:5])}. This is an error in zerorun.")
 
 
-def _refuse_unlike(model: Pipelined, topology: Topology) -> None:
-    """Raise ModelError, on all ranks alike, if copies of a tied parameter differ in their dtype, or some are frozen."""
+def _refuse_unlike(model: Pipelined, topology: Topology, raw: RawOptimizer) -> None:
+    """Raise ModelError, on all ranks alike, if copies of a tied parameter differ in how they are to be trained.
+
+    That is their dtype, whether they are frozen, and what their parameter groups say.
+    """
     mine = {}
     for tie, _ in _ties_of_stages(model, topology):
         for local in _names_here(tie, topology):
             param = model.get_parameter(local)
             how = f"{'trained' if param.requires_grad else 'frozen'}, {param.dtype}"
-            mine[local] = tie.name, how
+            mine[local] = tie.name, how, _settings_of(param, raw) if param.requires_grad else {}
     copies: dict[str, dict[str, str]] = {}
+    optimized: dict[str, list[tuple[str, dict[str, str]]]] = {}
     for found in gather_values(mine):
-        for local, (name, how) in found.items():
+        for local, (name, how, settings) in found.items():
             copies.setdefault(name, {}).setdefault(f"{local} ({how})", how)
+            optimized.setdefault(name, []).append((local, settings))
     for name, ways in copies.items():
         if len(set(ways.values())) > 1:
             raise ModelError(
                 f"{name} is one parameter of several pipeline stages, where it is {', '.join(sorted(ways))}. Remedy: let "
                 "it have one dtype, and freeze it on every stage that has it, under the name that it has there."
             )
+    for name, every in optimized.items():
+        keys = sorted({key for _, settings in every for key in settings})
+        apart = [key for key in keys if len({settings.get(key) for _, settings in every}) > 1]
+        if apart:
+            shown = [_IN_A_GROUP] if _IN_A_GROUP in apart else apart
+            texts = {f"{local} ({', '.join(f'{key}: {found.get(key)}' for key in shown)})" for local, found in every}
+            raise ModelError(
+                f"{name} is one parameter of several pipeline stages, and its copies are to be optimized in different "
+                f"ways, by which they would not stay equal: {', '.join(sorted(texts))}. Remedy: on every stage that has "
+                "it, put it into a parameter group of the same settings, under the name that it has there."
+            )
 
 
-def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: torch.device) -> None:
+def _settings_of(param: nn.Parameter, raw: RawOptimizer) -> dict[str, str]:
+    """What the parameter group of ``param`` says, but for names of groups and parameters; nothing without an optimizer."""
+    if not raw.groups:
+        return {}
+    if id(param) not in raw.group_of:
+        return {_IN_A_GROUP: "no"}
+    group = raw.groups[raw.group_of[id(param)]]
+    settings = {key: repr(value) for key, value in group.items() if key not in ("params", "param_names", "name")}
+    return {_IN_A_GROUP: "yes", **settings}
+
+
+def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: torch.device, raw: RawOptimizer) -> None:
     """Give stages that have copies of one parameter a transport to sum its gradients, and the same values.
 
     Each tie has its own name, and therefore its own flat group, which has the same layout on all its stages.
@@ -229,7 +265,10 @@ def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: 
             place = (stages.index(topology.pipe_rank), len(stages))
             transports[stages] = connect_axis(f"stages {stages}", group, *place, device, CommunicationStatistics())
         made.model_axes[_name_of(tie)] = transports[stages]
-        for local in _names_here(tie, topology):
+        here = _names_here(tie, topology)
+        param = model.get_parameter(here[0])
+        made.tied.append(TiedCopy(tie.name, here[0], param, stages, topology.pipe_rank, raw.group_of.get(id(param))))
+        for local in here:
             param = model.get_parameter(local)
             if id(param) not in copies and part_of(param) is None:  # a stage may use it in several parts
                 transports[stages].broadcast(param.data, "pipeline: tied parameters")

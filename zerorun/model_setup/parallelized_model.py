@@ -12,6 +12,7 @@ from torch import nn
 from ..distributed.replication import ALONE, Replication
 from ..distributed.tensor_shard import TensorShard
 from ..distributed.transport.transport import Transport
+from ..zero.tied_copies import TiedCopy
 
 if TYPE_CHECKING:
     from ..expert_parallel.rows_per_expert import ExpertLoads
@@ -30,6 +31,7 @@ class ParallelizedModel:
     axes: dict[str, TransportAxis] = field(default_factory=dict)  # between ranks with other parts, or rows, by name
     loads: ExpertLoads | None = None  # of experts that are spread
     copies: dict[str, str] = field(default_factory=dict)  # name here -> name in the first pipeline stage that has it
+    tied: list[TiedCopy] = field(default_factory=list)  # one of each parameter that other pipeline stages have, too
 
     def undone_with(self, more: Callable[[], None]) -> ParallelizedModel:
         """Return a copy whose ``undo`` calls ``more`` at its end."""

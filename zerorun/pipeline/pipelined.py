@@ -24,7 +24,8 @@ counts in norms.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -161,6 +162,19 @@ class Pipelined(nn.Module):
     @abstractmethod
     def loss_of(self, output: Any, batch: Any) -> Any:
         """Return the loss, computed from what the last part returned."""
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put ``model`` into evaluation mode; afterwards each module has the mode that it had, also one that is to keep it."""
+    whole = getattr(model, "whole_model", model)  # which is no child of a stage that was cut out of it
+    modes = [(part, part.training) for part in (*model.modules(), whole)]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 def find_ties(places: Mapping[Any, Sequence[tuple[int, str]]]) -> tuple[tuple[Tie, ...], tuple[str, ...]]:

@@ -18,6 +18,7 @@ from ..activations.random_streams import streams
 from ..errors import ModelError
 from ..plan.small_model_copies import LARGEST_COPY, narrow, shorten, small_copy
 from ..zero.init import part_of
+from .pipelined import evaluating
 from .pretrained_anatomy import Anatomy, find_blocks, observe, refusal
 
 LARGEST = LARGEST_COPY  # in parameters
@@ -116,11 +117,5 @@ def _labels(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 @contextlib.contextmanager
 def _probing(model: nn.Module) -> Iterator[None]:
     """Put ``model`` into evaluation mode; afterwards restore all modes and the random number generators."""
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        with torch.random.fork_rng(), streams.as_before():
-            yield
-    finally:
-        for part, training in modes:
-            part.training = training
+    with evaluating(model), torch.random.fork_rng(), streams.as_before():
+        yield

@@ -92,8 +92,8 @@ class ScriptGuard:
 
     ``held``: ids of parameters inside a GatheredParameters block; ``joined``: id -> name of those of them that tensor ranks
     divide, and that are whole there. ``state_dict_allowed``: though it has placeholders, which whoever asks puts full
-    values for; ``placeholders_shown``: to the script, too. ``added``: what the module has got since. ``written``: names of
-    the parameters that ``take_writes`` has found.
+    values for; ``placeholders_shown``: to the script, too. ``added``: what the module has got since. ``written``: id ->
+    name of the parameters that the last ``take_writes`` has found.
     """
 
     def __init__(self, module: nn.Module, units: list[Unit], device: torch.device) -> None:
@@ -113,7 +113,7 @@ class ScriptGuard:
         named = [pair for group in groups for pair in zip(group.names, group.params, strict=True)]
         self._named = [(name, param) for name, param in named if not param.is_inference()]
         self._versions = self._versions_now()
-        self.written: list[str] = []
+        self.written: dict[int, str] = {}
 
     def watched(self) -> Iterator[RemovableHandle]:
         """Hooks, to be removed in the end; they do not keep the module alive."""
@@ -243,9 +243,10 @@ class ScriptGuard:
     def take_writes(self) -> int:
         """How many writes in place to parameters torch has counted since the last call; ``param.data.mul_()`` is none."""
         before, self._versions = self._versions, self._versions_now()
+        self.written = {}
         if before == self._versions:
             return 0
-        self.written = [name for name, param in self._named if before[id(param)] != self._versions[id(param)]]
+        self.written = {id(p): name for name, p in self._named if before[id(p)] != self._versions[id(p)]}
         return sum(self._versions.values()) - sum(before.values())
 
     def frozen_since(self) -> list[str]:

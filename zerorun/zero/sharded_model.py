@@ -24,6 +24,7 @@ from .offloaded_states import GRADIENTS, WEIGHTS, StateKind
 from .optimizer_pieces import owned_gradient
 from .runtime import Runtime, runtimes_in
 from .sharded_optimizer import ShardedOptimizer
+from .tied_copies import TiedCopy
 from .unit import Unit, finish_updates, links_of
 
 
@@ -49,11 +50,12 @@ class Parts(Protocol):
     """Converts between this rank's part of a parameter and the whole, where ranks divide layers. ``whole`` is collective.
 
     ``shards``: id(parameter) -> what of it is here, of divided ones. ``copies``: this stage's name of a parameter that an
-    earlier pipeline stage has, too -> its name there.
+    earlier pipeline stage has, too -> its name there. ``tied``: this stage's copies of parameters that others have, too.
     """
 
     shards: dict[int, TensorShard]
     copies: dict[str, str]
+    tied: list[TiedCopy]
 
     @property
     def loads(self) -> StepLoads | None:
