@@ -274,7 +274,7 @@ class MemoryCopies:
         It has as many steps, or the script has loaded something else since: then the checkpoint is of steps given up.
         """
         ranks = self.checkpointer.saver.ranks
-        here = self._found(self._place)
+        here = _found_in(self._place)
         self._newest = max(self._newest, *(int(epoch) for epoch, _ in here), 0)
         self.checkpointer.subject.model.make_ready()  # otherwise they would change what is loaded
         whole = _complete(ranks, here)
@@ -298,13 +298,6 @@ class MemoryCopies:
                 return reader.path
         return None
 
-    def _found(self, place: Path) -> dict[_Version, _Found]:
-        """What this host has in ``place``."""
-        here: dict[_Version, _Found] = {}
-        for path, record in attempt(lambda: list(records_in(place)))[0] or []:
-            here.setdefault(record.version, {})[record.rank] = path, record
-        return here
-
     def _ends_of_passes(self, ranks: Ranks, whole: Mapping[_Version, Turn]) -> set[int]:
         """The steps with which a pass was over, see [Note: several engines], as far as they fit what has gone on."""
         gone_on = copy_keeper.engine_folders.gone_on
@@ -315,7 +308,7 @@ class MemoryCopies:
         }
         numbers = [int(path.name) for path in self._place.parent.glob("*") if path.name.isdecimal()]
         for other in sorted(set().union(*ranks.gather(numbers)) - {self.number}):
-            for (_, step), turn in _complete(ranks, self._found(self._place.parent / str(other))).items():
+            for (_, step), turn in _complete(ranks, _found_in(self._place.parent / str(other))).items():
                 if turn.ends_pass and self.number in turn.beside and gone_on.get(other, step) == step:
                     found.add(turn.beside[self.number])
         return found
@@ -373,6 +366,14 @@ def _sums_by_name(parts: Iterable[TensorPart]) -> dict[str, torch.Tensor]:
 def _shape_of(part: TensorPart) -> tuple[Any, ...]:
     """All of a part but its values."""
     return part.set, part.name, part.start, part.tensor.numel(), part.tensor.dtype, part.shape, part.shard, part.rounded
+
+
+def _found_in(place: Path) -> dict[_Version, _Found]:
+    """What this host has in ``place``."""
+    here: dict[_Version, _Found] = {}
+    for path, record in attempt(lambda: list(records_in(place)))[0] or []:
+        here.setdefault(record.version, {})[record.rank] = path, record
+    return here
 
 
 def _complete(ranks: Ranks, here: dict[_Version, _Found]) -> dict[_Version, Turn]:
