@@ -406,9 +406,26 @@ def group(kind: str) -> tuple[str, str]:
     module = build_layers(2, num_stages=2)
     table = [param for name, param in module.named_parameters() if name == "0.weight"]
     groups = [{"params": [param for param in module.parameters() if param not in set(table)]}]
-    if kind == "another":
+    if kind == "as good":
+        groups[0]["weight_decay"] = 0.0
+        groups.append({"params": table, "weight_decay": 0})
+    elif kind != "none":
         groups.append({"params": table, "weight_decay": 0.5})
-    return attempt(lambda: zerorun.initialize(module, make_config(1), model_parameters=groups))
+    if kind == "frozen":
+        for name in ("0.weight", "3.weight"):
+            if name in dict(module.named_parameters()):
+                module.get_parameter(name).requires_grad_(False)
+
+    def step() -> None:
+        engine = zerorun.initialize(module, make_config(1), model_parameters=groups)
+        engine.train_batch(iter([pair_of(0, 0, 0)]))
+
+    return attempt(step)
+
+
+@pytest.mark.parametrize("kind", ("frozen", "as good"))
+def test_groups_by_which_copies_of_a_tied_parameter_stay_equal_are_taken(kind: str) -> None:
+    assert run_ranks(2, group, kind) == [("", "nothing was raised")] * 2
 
 
 @pytest.mark.parametrize(

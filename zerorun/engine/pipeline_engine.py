@@ -52,8 +52,8 @@ class PipelineEngine(Engine):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         section, topology = self.config.pipeline, self.topology
-        if self.sharded is not None and not any(part.training for part in self.module.children()):
-            self.module.train()  # pretrained layers come in evaluation mode; in others, what a script has set is wanted
+        if self.sharded is not None:
+            self.module.train()  # pretrained layers come in evaluation mode. From here on, what a script sets is wanted
         self._later = WeightGradients()
         if section.schedule == ZERO_BUBBLE:
             self.runtime.keep([SplitLayers(self.module, self._later)])

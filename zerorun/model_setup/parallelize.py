@@ -246,8 +246,19 @@ def _settings_of(param: nn.Parameter, raw: RawOptimizer) -> dict[str, str]:
     if id(param) not in raw.group_of:
         return {_IN_A_GROUP: "no"}
     group = raw.groups[raw.group_of[id(param)]]
-    settings = {key: repr(value) for key, value in group.items() if key not in ("params", "param_names", "name")}
-    return {_IN_A_GROUP: "yes", **settings}
+    settings = {key: _text_of(value) for key, value in group.items() if key not in ("params", "param_names", "name")}
+    return {_IN_A_GROUP: "yes", **{key: text for key, text in settings.items() if text is not None}}
+
+
+def _text_of(setting: Any) -> str | None:
+    """The same for equal settings, also where one is a whole number; None for what has no equal on another rank."""
+    if isinstance(setting, bool | str) or setting is None:
+        return repr(setting)
+    if isinstance(setting, int | float):
+        return f"{float(setting):.9g}"
+    if isinstance(setting, tuple | list):
+        return ", ".join(str(_text_of(part)) for part in setting)
+    return None
 
 
 def _tie(model: Pipelined, topology: Topology, made: ParallelizedModel, device: torch.device, raw: RawOptimizer) -> None:

@@ -60,7 +60,8 @@ def state_of(copy: TiedCopy, groups: Sequence[Mapping[str, Any]], *, is_written:
     group = {} if copy.group is None else groups[copy.group]
     hooks = (*(param._backward_hooks or {}).values(), *(_late_hooks(param) or {}).values())
     others = sum(not is_own_hook(hook) for hook in hooks)
-    return CopyState(not param.requires_grad, is_written, ", ".join(_rates(group)), others)
+    rates = ", ".join(_rates(group)) if param.requires_grad else ""  # what is not updated has none
+    return CopyState(not param.requires_grad, is_written, rates, others)
 
 
 def _late_hooks(param: nn.Parameter) -> Mapping[int, Any] | None:
@@ -94,6 +95,8 @@ def unlike_copies(told: Sequence[Sequence[tuple[str, str, int, CopyState]]]) -> 
     for name, places in copies.items():
         ways = {state for states in places.values() for state in states}
         apart = [key for key, *values in zip(CopyState._fields, *ways, strict=True) if len(set(values)) > 1]
+        if "is_frozen" in apart and "rates" in apart:  # which only says the same
+            apart.remove("rates")
         if apart:
             words = [
                 f"{local!r} on stage {stage} ({' or '.join(_in_words(state, apart) for state in states)})"
