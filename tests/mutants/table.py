@@ -4853,6 +4853,22 @@ MUTANTS = (
         ("tests/ranks/test_memory_copies.py", "-k", "of_its_pass"),
     ),
     Mutant(
+        "a-pass-ends-before-all-engines-have-stepped",
+        "order",
+        "zerorun/checkpoint/memory_copies.py",
+        "    ends_pass = [*_turns][-1] is copies and copies not in _several and not _waiting",
+        "    ends_pass = [*_turns][-1] is copies",
+        ("tests/ranks/test_memory_copies.py", "-k", "from_one_pass"),
+    ),
+    Mutant(
+        "frozen-copies-of-a-tie-are-compared-by-their-rates",
+        "stale",
+        "zerorun/zero/tied_copies.py",
+        '    rates = ", ".join(_rates(group)) if param.requires_grad else ""  # what is not updated has none',
+        '    rates = ", ".join(_rates(group))',
+        ("tests/ranks/test_parallel_bad_input.py", "-k", "stay_equal"),
+    ),
+    Mutant(
         "a-slow-disk-is-told-of-the-wrong-rank",
         "bound",
         "zerorun/distributed/transport/world.py",

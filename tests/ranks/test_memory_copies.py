@@ -269,8 +269,8 @@ def test_engines_of_one_job_do_not_take_each_other_s_copies(tmp_path: Path) -> N
     run_ranks(2, of_two_engines, str(tmp_path))
 
 
-def in_turns(folder: str, ahead: tuple[int, int]) -> tuple[list[int], bool, int]:
-    """The steps that two engines go on from after 3 passes and ``ahead`` steps of each more, and the warnings about it.
+def in_turns(folder: str, passes: int, ahead: tuple[int, int]) -> tuple[list[int], bool, int]:
+    """The steps that two engines go on from after ``passes`` and ``ahead`` steps of each more, and the warnings about it.
 
     And whether they have what they had at the end of the last pass: one learns from the other in the same loop.
     """
@@ -285,7 +285,7 @@ def in_turns(folder: str, ahead: tuple[int, int]) -> tuple[list[int], bool, int]
         engine.step()
 
     engines, own = start(Path(folder)), f"host{own_rank()}"
-    for _ in range(3):
+    for _ in range(passes):
         for engine in engines:
             step(engines[0], engine)
     expected = [digest(engine) for engine in engines]
@@ -307,18 +307,20 @@ def in_turns(folder: str, ahead: tuple[int, int]) -> tuple[list[int], bool, int]
 
 
 @pytest.mark.parametrize(
-    ("ahead", "steps", "same", "told"),
+    ("passes", "ahead", "steps", "same", "told"),
     [
-        ((0, 0), [3, 3], True, 0),
-        ((1, 0), [3, 3], True, 0),
-        ((1, 1), [4, 4], False, 0),
-        ((2, 0), [5, 3], False, 2),  # the end of the pass is no longer in memory
+        (3, (0, 0), [3, 3], True, 0),
+        (3, (1, 0), [3, 3], True, 0),
+        (3, (1, 1), [4, 4], False, 0),
+        (3, (0, 1), [3, 3], True, 0),  # the second makes a step more than once in a pass
+        (3, (2, 0), [5, 3], False, 2),  # the end of the pass is no longer in memory
+        (0, (1, 0), [1, 0], False, 1),  # there is no copy of a whole pass yet
     ],
 )
 def test_engines_that_take_turns_go_on_from_one_pass(
-    ahead: tuple[int, int], steps: list[int], same: bool, told: int, tmp_path: Path
+    passes: int, ahead: tuple[int, int], steps: list[int], same: bool, told: int, tmp_path: Path
 ) -> None:
-    first, second = run_ranks(2, in_turns, str(tmp_path), ahead)
+    first, second = run_ranks(2, in_turns, str(tmp_path), passes, ahead)
     assert first == (steps, same, told)
     assert second == (steps, same, 0)
 

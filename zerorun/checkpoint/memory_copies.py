@@ -19,9 +19,10 @@ A job may have several engines, at a time or one after the other, and none may t
 tells them apart for the next start is the order in which the script makes them: each has a folder of its number.
 
 Engines that take turns in a loop have to go on from one pass of it. A pass is over when the one has stepped that made its
-first step last. So a record tells whether a pass was over with this step, and which steps the other engines had then; and a
-copy is kept until those of the same pass are whole. A start takes such steps that a pass was over with them. There are none
-if one engine makes more than one step in a pass: a warning says that it goes on in the midst of one.
+first step last, and none is over before all have stepped. So a record tells whether a pass was over with this step, and which
+steps the other engines had then; and a copy is kept until those of the same pass are whole. A start takes such steps that a
+pass was over with them. Of an engine that makes several steps in a pass nobody knows which of them ends it: then there may be
+none, and a warning says that the engine goes on in the midst of a pass.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -89,6 +90,7 @@ class MemoryCopies:
         self._thread: threading.Thread | None = None
         self._problem: Problem | None = None
         self._turn = Turn(True, {})  # of what is kept next
+        _waiting[self] = next(_numbers)
 
     @classmethod
     def make(cls, subject: Subject, run: Any, every_steps: int) -> MemoryCopies | None:
@@ -355,6 +357,7 @@ class MemoryCopies:
         """Wait for the last copy, and release the process group."""
         self.settle()
         _turns.pop(self, None)
+        _waiting.pop(self, None)
         self.checkpointer.close()
 
 
@@ -392,21 +395,31 @@ def _complete(ranks: Ranks, here: dict[_Version, _Found]) -> dict[_Version, Turn
 # -- engines that take turns -----------------------------------------------------------------------------------------------
 
 _turns: WeakKeyDictionary[MemoryCopies, int] = WeakKeyDictionary()  # in the order of their first steps: the last turn
+_waiting: WeakKeyDictionary[MemoryCopies, int] = WeakKeyDictionary()  # those of engines that have not stepped: since when
+_several: WeakSet[MemoryCopies] = WeakSet()  # those of engines that step more than once in a pass
 _numbers = itertools.count()
 
 
 def _take_turn(copies: MemoryCopies) -> Turn:
     """See [Note: several engines]. ``copies`` are those of an engine that has stepped."""
-    _turns[copies] = now = next(_numbers)
-    for other, last in list(_turns.items()):
-        if now - last > _STOPPED:
-            del _turns[other]
-    return Turn([*_turns][-1] is copies, _steps_beside(copies))
+    now, before = next(_numbers), _turns.get(copies)
+    _turns[copies] = now
+    _waiting.pop(copies, None)
+    for others in (_turns, _waiting):
+        for other, last in list(others.items()):
+            if now - last > _STOPPED:
+                del others[other]
+    if len(_turns) == 1:
+        _several.discard(copies)
+    elif before == now - 1:
+        _several.add(copies)
+    ends_pass = [*_turns][-1] is copies and copies not in _several and not _waiting
+    return Turn(ends_pass, _steps_beside(copies))
 
 
 def _steps_beside(copies: MemoryCopies) -> dict[int, int]:
-    """By its number, the steps of each other engine that takes turns with this one."""
-    return {other.number: other.steps for other in _turns if other is not copies}
+    """By its number, the steps of each other engine that takes turns with this one, or will."""
+    return {other.number: other.steps for other in (*_turns, *_waiting) if other is not copies}
 
 
 _CHUNK = 128 * BLOCK_BYTES  # bytes of a message
