@@ -19,10 +19,10 @@ A job may have several engines, at a time or one after the other, and none may t
 tells them apart for the next start is the order in which the script makes them: each has a folder of its number.
 
 Engines that take turns in a loop have to go on from one pass of it. A pass is over when the one has stepped that made its
-first step last, and none is over before all have stepped. So a record tells whether a pass was over with this step, and which
-steps the other engines had then; and a copy is kept until those of the same pass are whole. A start takes such steps that a
-pass was over with them. Of an engine that makes several steps in a pass nobody knows which of them ends it: then there may be
-none, and a warning says that the engine goes on in the midst of a pass.
+first step last, and none is over before all have stepped. So a record tells whether a pass was over with this step, and
+which steps the other engines had then; and a copy is kept until those of the same pass are whole. A start takes such steps
+that a pass was over with them. Of an engine that makes several steps in a pass nobody knows which of them ends it: then
+there may be none, and a warning says that the engine goes on in the midst of a pass.
 """
 
 from __future__ import annotations
