@@ -317,6 +317,44 @@ def test_a_write_on_one_rank_is_told(stage: int, way: str, warns: int) -> None:
     assert run_ranks(2, write_to_head, stage, way) == [warns] * 2
 
 
+def treat_a_rank_of_a_stage(way: str) -> tuple[tuple[str, str], bool, list[str]]:
+    """What is said, whether weights stay, and the warnings, where rank 3 alone, of the second stage, does something."""
+    torch.manual_seed(0)
+    model = zerorun.PipelineModule([nn.Linear(8, 8) for _ in range(4)], num_stages=2, loss_fn=nn.functional.mse_loss)
+    engine = zerorun.initialize(model, make_config(1, optimizer="SGD", pipeline={"stages": 2}))
+    engine.train_batch(batch(0))
+    before, last = weights(engine), list(engine.module.parameters())[-1]
+    for number in range(2):
+        if dist.get_rank() == 3 and way == "rate" and number == 0:
+            own_rate(engine, "lr", 0.5)
+        elif dist.get_rank() == 3 and way == "write":
+            with torch.no_grad():
+                last.mul_(1.0)
+        elif dist.get_rank() == 3 and way == "freeze":
+            last.requires_grad_(False)
+        elif way == "by stage":
+            own_rate(engine, "lr", 1.0 + engine.topology.pipe_rank)
+        said = attempt(lambda number=number: engine.train_batch(batch(1 + number)))
+    stayed = all(map(torch.equal, before, weights(engine)))
+    return said, stayed, [text for text in log._warned if "Remedy" in text and text.startswith("rank ")]
+
+
+@pytest.mark.parametrize(
+    ("way", "error", "warning"),
+    (
+        ("rate", "the optimizer of rank 3 has [0.025] as 'lr' of its groups, and that of rank 2 [0.05]", ""),
+        ("write", "", "rank 3 has written in place to parameters 1 times since the last step, and rank 2 0 times ("),
+        ("freeze", "", "rank 3 has frozen 1 parameters that others train ('"),
+        ("by stage", "", ""),
+    ),
+)
+def test_what_one_rank_of_a_pipeline_stage_does_alone_is_told(way: str, error: str, warning: str) -> None:
+    """Only stages were told apart there, so replicas of one went on with other weights, without a word."""
+    for (kind, text), stayed, warnings in run_ranks(4, treat_a_rank_of_a_stage, way):
+        assert kind == ("StepError" if error else "nothing") and error in text and stayed == bool(error), text
+        assert len(warnings) == bool(warning) and all(words.startswith(warning) for words in warnings), warnings
+
+
 def apart_in_a_pipeline(way: str) -> tuple[str, str]:
     engine, rank = pipeline(), dist.get_rank()
     engine.train_batch(batch(0))

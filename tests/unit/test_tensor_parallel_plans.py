@@ -369,6 +369,20 @@ def test_what_a_model_does_between_blocks_of_a_divided_sequence_is_refused(betwe
         on_threads(2, work)
 
 
+def test_a_copy_of_what_is_not_a_number_is_one() -> None:
+    """The error of a loss that is NaN was hidden by one of the model."""
+    mine, ids = Between("a copy"), torch.arange(10).view(2, 5) % 7
+
+    def work(axis: ThreadAxis) -> torch.Tensor:
+        copied, region = copy.deepcopy(mine), Region(axis)
+        parallelize(copied, region=region, sequence_parallel=True)
+        with torch.no_grad():
+            copied.embed.weight[1, 3] = torch.nan
+        return copied(ids)  # type: ignore[no-any-return]
+
+    assert all(bool(found.isnan().any()) for found in on_threads(2, work))
+
+
 class Shortened(nn.Module):
     """Pooled tokens after those of its blocks that ``used`` names."""
 

@@ -461,11 +461,8 @@ class Accumulation:
         random numbers."""
         self._compared += number if math.isfinite(number) else 0.0
 
-    def told(self, wishes: Sequence[int], alike: tuple[float | None, int | None, int | None], *, must_know: bool) -> Told:
-        """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step.
-
-        ``alike``: rates, writes and frozen parameters, see ``Alike``.
-        """
+    def told(self, wishes: Sequence[int], *, must_know: bool) -> Told:
+        """Return what the other ranks have to know about this rank's losses. ``must_know``: the outcome of the step."""
         divisor = (
             None if self._mode is None else 0 if self.is_weighted else 1 if self._mode == "sum" else self.batch.accumulation
         )
@@ -478,7 +475,7 @@ class Accumulation:
             self._weight,
             self._compared,
             wishes,
-            Alike(divisor, self._given if self._mode == "mean" else None, *alike),
+            Alike(divisor, self._given if self._mode == "mean" else None),
             self._first_data.told(),
             unread,
             must_know,

@@ -44,14 +44,14 @@ from .saving import automatic_saves_of
 from .step_outcomes import (
     History,
     UnsettledStep,
-    advise_differing,
+    advise_losses,
     advise_own_data,
-    alike_of,
     is_refused,
     refuse_changes,
     refuse_differing,
-    refuse_unlike_copies,
-    told_of_copies,
+    refuse_unlike,
+    stage_state,
+    told_alike,
 )
 
 # The number of first steps in which data and losses of tensor ranks are compared where that means waiting for the device.
@@ -319,10 +319,11 @@ class Engine(CurvatureTaking):
         self.history.progress.begin()
         self.sharded_model.reduce()
         asked = saves.wishes() if saves is not None else ()
-        alike, copies = alike_of(self.sharded_model), told_of_copies(self.sharded_model, self.history)
-        wishes = (board.wanted_trace, self.accumulation.backwards, is_refused(self.sharded_model), copies, *asked)
+        stage = stage_state(self.sharded_model, self.history)
+        alike = told_alike(self.sharded_model, self.history, stage)
+        wishes = (board.wanted_trace, self.accumulation.backwards, is_refused(self.sharded_model), alike, *asked)
         must_know = self.lr_scheduler is not None and not has_state(self.lr_scheduler)
-        told = self.accumulation.told(wishes, alike, must_know=must_know)
+        told = self.accumulation.told(wishes, must_know=must_know)
         summary = self.sharded_model.norm(told)
         trace, backwards, refusals, unlike, *others = summary.wishes
         backwards = -(-backwards // self.topology.world_size)  # some ranks may have had no gradients in some of them
@@ -334,10 +335,10 @@ class Engine(CurvatureTaking):
                 agree(lambda: refuse_changes(self.sharded_model), self.sharded_model.comm.control.values)
             self.refuse_failed()  # the step before. If another rank has ended, norm() has told: nobody waits in vain
             refuse_no_backward(backwards)
-            refuse_differing(self.sharded_model, summary.differing)
+            refuse_differing(summary.differing)
             if unlike:
-                refuse_unlike_copies(self.sharded_model, self.history)
-            advise_differing(self.sharded_model, self.history, told, summary.differing)
+                refuse_unlike(self.sharded_model, self.history, stage)
+            advise_losses(self.sharded_model, self.history, told, summary.differing)
             if summary.same_data:
                 advise_own_data(self.topology.data_parallel_size)
             self._update(summary, backwards, lr_kwargs)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from ..config.parse import Config
-from ..distributed.agreement import first_other
 from ..distributed.topology import Topology
 from ..errors import LossScaleError, NonFiniteError, StepError, ZerorunError
 from ..log import is_rank_zero, listed, logger, warn_once
@@ -23,10 +22,10 @@ from ..optim.loss_scaler import LossScaler
 from ..pipeline.schedule.actions import Action
 from ..plan.replaced_forwards import uncompiled
 from ..watch.board import board
-from ..zero.norm import Decision, Differing, Outcome, Summary, Told
+from ..zero.norm import Decision, Differing, Outcome, StageState, Summary, Told, summand
 from ..zero.placeholders import released_parameter
 from ..zero.sharded_model import ShardedModel
-from ..zero.tied_copies import CopyState, TiedCopy, state_of, summand, unlike_copies
+from ..zero.tied_copies import CopyState, TiedCopy, state_of, unlike_copies
 from .accumulation import UNUSABLE_WEIGHT, Notes, is_in_a_step, refuse_no_weight, warn_of_kept
 from .batches import Batches
 from .reports import LoopQueries, Reports
@@ -35,7 +34,7 @@ from .reports import LoopQueries, Reports
 # make, and that from which on the step is refused.
 _ALIKE, _APART = 1e-6, 1e-4
 _MOST_NAMED = 3
-_NO_RATE = 1e-12  # beside which a rate of 0 is none
+_ROUNDING = 1e-12  # of rates that hosts compute in the same way, relative
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")  # that a checkpoint stores
 # Training ends after so many steps in a row without finite gradients: in bf16, where no loss scale can mend it, and in fp16
 # with a static loss scale, which an overflow leaves as it is.
@@ -238,26 +237,30 @@ def refuse_changes(model: ShardedModel) -> None:
     model.optimizer.refuse_changed_needs()
 
 
-def alike_of(model: ShardedModel) -> tuple[float | None, int | None, int | None]:
-    """What ranks must have alike in a step: rates, writes to parameters, and frozen ones; None where stages have others.
+def stage_state(model: ShardedModel, history: History) -> StageState:
+    """What the ranks of a pipeline stage must have alike in this step, without what they were warned of already.
 
-    Of rates it is a sum of logarithms, in which a change by the same factor is as large for a small one as for a large one.
+    It finds the writes since the last step: to be called once for each.
     """
     assert model.optimizer is not None
-    guard = model.runtime.guard
-    writes, frozen = guard.take_writes(), len(guard.frozen_since())
-    if model.comm.topology.pipe > 1:
-        return None, None, None
-    rates = (math.log(abs(rate) + _NO_RATE) for _, rate in model.optimizer.rates())
-    return sum(math.sin(1 + place) * rate for place, rate in enumerate(rates)), writes, frozen
+    guard, rates = model.runtime.guard, tuple(value for _, value in model.optimizer.rates())
+    found = StageState(rates, guard.take_writes(), len(guard.frozen_since()))
+    if "writes" in history.advised:
+        found = found._replace(writes=0)
+    return found._replace(frozen=0) if "frozen" in history.advised else found
 
 
-def told_of_copies(model: ShardedModel, history: History) -> int:
-    """What this pipeline stage adds to a sum that is 0 if all copies of tied parameters are treated alike.
+def told_alike(model: ShardedModel, history: History, stage: StageState) -> int:
+    """What this rank adds to a sum that is 0 if a script treats all ranks of a pipeline stage alike, and all tied copies.
 
-    ``alike_of`` must have been called before, which finds the writes of this step.
+    ``stage``: that of this step, which must have been found before.
     """
-    return sum(summand(copy, state) for copy, state in _copies_now(model, history))
+    topology = model.comm.topology
+    ranks = topology.world_size // topology.pipe  # of a stage, one after the other
+    told = summand(stage, first=topology.rank % ranks == 0, count=ranks)
+    for copy, state in _copies_now(model, history):
+        told += summand((copy.name, state), first=copy.stage == copy.stages[0], count=len(copy.stages))
+    return told
 
 
 def _copies_now(model: ShardedModel, history: History) -> Iterator[tuple[TiedCopy, CopyState]]:
@@ -268,11 +271,79 @@ def _copies_now(model: ShardedModel, history: History) -> Iterator[tuple[TiedCop
         yield copy, state._replace(hooks=0) if "hooks" in history.advised else state
 
 
-def refuse_unlike_copies(model: ShardedModel, history: History) -> None:
-    """Raise StepError for a tied parameter whose copies the script has treated in different ways; warn once of hooks.
+def refuse_unlike(model: ShardedModel, history: History, stage: StageState) -> None:
+    """Raise StepError, on all ranks alike, for what a script has not done alike; warn once where training can go on.
 
-    All ranks must call it.
+    All ranks must call it, if ``told_alike`` of all is not 0.
     """
+    assert model.optimizer is not None
+    mine = _StageOfRank(model.comm.topology.pipe_rank, list(model.optimizer.rates()), stage, _names_of(model))
+    found = model.comm.control.values(mine)
+    for pipe_rank in range(model.comm.topology.pipe):
+        ranks = {rank: of_rank for rank, of_rank in enumerate(found) if of_rank.pipe_rank == pipe_rank}
+        _refuse_rates({rank: of_rank.rates for rank, of_rank in ranks.items()})
+        _advise_unlike(ranks, history)
+    _refuse_unlike_copies(model, history)
+
+
+class _StageOfRank(NamedTuple):
+    """What a rank tells of its stage. ``rates``: by key. ``names``: of parameters written to, and of frozen ones."""
+
+    pipe_rank: int
+    rates: list[tuple[str, float]]
+    state: StageState
+    names: tuple[list[str], list[str]]
+
+
+def _names_of(model: ShardedModel) -> tuple[list[str], list[str]]:
+    guard = model.runtime.guard
+    return list(map(repr, guard.written.values()))[:_MOST_NAMED], list(map(repr, guard.frozen_since()))[:_MOST_NAMED]
+
+
+def _refuse_rates(rates: Mapping[int, list[tuple[str, float]]]) -> None:
+    """Raise StepError if these ranks, which are those of a stage, have different ones."""
+    (first, usual), *others = rates.items()
+    for rank, own in others:
+        apart = [key for (key, ours), (_, theirs) in zip(own, usual, strict=False) if not _are_close(ours, theirs)]
+        if apart or len(own) != len(usual):
+            key = apart[0] if apart else "lr"
+            theirs, ours = ([value for name, value in found if name == key] for found in (own, usual))
+            raise StepError(
+                f"the optimizer of rank {rank} has {theirs} as {key!r} of its groups, and that of rank {first} {ours}. "
+                "Weights are as before the step. Remedy: give all ranks the same rates, settings and schedule, and one "
+                "that watches a metric its mean over all ranks. A schedule made from the length of the data, as Trainer's, "
+                "differs where ranks have different numbers of batches: give all of them the same number."
+            )
+
+
+def _are_close(rate: float, other: float) -> bool:
+    return math.isclose(rate, other, rel_tol=_ROUNDING)
+
+
+def _advise_unlike(ranks: Mapping[int, _StageOfRank], history: History) -> None:
+    """Warn, once, if these ranks, which are those of a stage, have other numbers of writes or frozen parameters."""
+    most, least, found = _extremes({rank: of_rank.state.writes for rank, of_rank in ranks.items()})
+    if found[most] != found[least]:
+        history.advised.add("writes")
+        warn_once(
+            f"rank {most} has written in place to parameters {found[most]} times since the last step, and rank {least} "
+            f"{found[least]} times ({', '.join(ranks[most].names[0])}). From here on ranks have different weights at stage "
+            "0; at the others, each part of them is that of the rank which keeps it. Remedy: write the same on all ranks, "
+            "or in a block of zerorun.zero.GatheredParameters(params, modifier_rank=...), which gives all ranks the values "
+            "of one."
+        )
+    most, least, found = _extremes({rank: of_rank.state.frozen for rank, of_rank in ranks.items()})
+    if found[most] != found[least]:
+        history.advised.add("frozen")
+        warn_once(
+            f"rank {most} has frozen {found[most]} parameters that others train ({', '.join(ranks[most].names[1])}), and "
+            f"rank {least} {found[least]}. They are trained on all ranks, as if the data of rank {most} gave them no "
+            "gradient. Remedy: call requires_grad_() alike on all ranks."
+        )
+
+
+def _refuse_unlike_copies(model: ShardedModel, history: History) -> None:
+    """Raise StepError for a tied parameter whose copies the script has treated in different ways; warn once of hooks."""
     mine = [(copy.name, copy.local, copy.stage, state) for copy, state in _copies_now(model, history)]
     unlike = unlike_copies(model.comm.control.values(mine))
     for name, found, _ in (entry for entry in unlike if not entry.only_hooks):
@@ -291,66 +362,34 @@ def refuse_unlike_copies(model: ShardedModel, history: History) -> None:
         )
 
 
-def refuse_differing(model: ShardedModel, differing: Differing) -> None:
-    """Raise StepError, on all ranks alike, if ranks divide gradients by different numbers, or have different rates."""
+def refuse_differing(differing: Differing) -> None:
+    """Raise StepError, on all ranks alike, if ranks divide gradients by different numbers."""
     if differing.divisor:
         raise StepError(
             "ranks divide the gradients of this step by different numbers: backward() was called with weight=... or "
             "scale_wrt_gas=False on some, and without on others, or micro-batches are counted otherwise. Weights are those "
             "before this step. Remedy: do the same on all ranks; where nothing counts, pass weight=0."
         )
-    if differing.rates:
-        assert model.optimizer is not None
-        found = model.comm.control.values(list(model.optimizer.rates()))
-        other = first_other(found) or 0
-        both = zip(found[0], found[other], strict=False)
-        key = next((name for (name, ours), (_, theirs) in both if not math.isclose(ours, theirs, rel_tol=1e-6)), "lr")
-        theirs, ours = ([value for name, value in found[rank] if name == key] for rank in (other, 0))
-        raise StepError(
-            f"the optimizer of rank {other} has {theirs} as {key!r} of its groups, and that of rank 0 {ours}. Weights are "
-            "as before the step. Remedy: give all ranks the same rates, settings and schedule, and one that watches a "
-            "metric its mean over all ranks. A schedule made from the length of the data, as Trainer's, differs where "
-            "ranks have different numbers of batches: give all of them the same number."
-        )
 
 
-def advise_differing(model: ShardedModel, history: History, told: Told, differing: Differing) -> None:
-    """Warn, once, if ranks have ``told`` of other numbers of losses, writes or frozen parameters."""
+def advise_losses(model: ShardedModel, history: History, told: Told, differing: Differing) -> None:
+    """Warn, once, if ranks have ``told`` of other numbers of losses."""
     assert told.alike is not None
     if differing.losses and "losses" not in history.advised:
         history.advised.add("losses")
-        most, least, found = _extremes(model.comm.control.values(told.alike.losses))
+        numbers = enumerate(model.comm.control.values(told.alike.losses))
+        most, least, found = _extremes({rank: number for rank, number in numbers if number is not None})
         warn_once(
             f"rank {most} has called backward() {found[most]} times for this step, and rank {least} {found[least]} times. "
             "All losses are divided by the same number, so those of ranks with more count more. Remedy: let each rank call "
             "step() after every micro-batch, also after one that failed; where ranks mean to have different numbers of "
             "them, pass weight=... to backward() on all."
         )
-    if differing.writes and "writes" not in history.advised:
-        history.advised.add("writes")
-        most, least, found = _extremes(model.comm.control.values(told.alike.writes))
-        names = model.comm.control.values(list(map(repr, model.runtime.guard.written.values()))[:_MOST_NAMED])[most]
-        warn_once(
-            f"rank {most} has written in place to parameters {found[most]} times since the last step, and rank {least} "
-            f"{found[least]} times ({', '.join(names)}). From here on ranks have different weights at stage 0; at the "
-            "others, each part of them is that of the rank which keeps it. Remedy: write the same on all ranks, or in a "
-            "block of zerorun.zero.GatheredParameters(params, modifier_rank=...), which gives all ranks the values of one."
-        )
-    if differing.frozen and "frozen" not in history.advised:
-        history.advised.add("frozen")
-        most, least, found = _extremes(model.comm.control.values(told.alike.frozen))
-        names = model.comm.control.values(list(map(repr, model.runtime.guard.frozen_since()[:_MOST_NAMED])))[most]
-        warn_once(
-            f"rank {most} has frozen {found[most]} parameters that others train ({', '.join(names)}), and rank {least} "
-            f"{found[least]}. They are trained on all ranks, as if the data of rank {most} gave them no gradient. Remedy: "
-            "call requires_grad_() alike on all ranks."
-        )
 
 
-def _extremes(found: Sequence[int | None]) -> tuple[int, int, dict[int, int]]:
-    """(the rank with the largest of these numbers, the one with the smallest, those of ranks that have one)."""
-    numbers = {rank: number for rank, number in enumerate(found) if number is not None}
-    return max(numbers, key=numbers.__getitem__), min(numbers, key=numbers.__getitem__), numbers
+def _extremes(found: Mapping[int, int]) -> tuple[int, int, Mapping[int, int]]:
+    """(the rank with the largest of these numbers, the one with the smallest, all of them)."""
+    return max(found, key=found.__getitem__), min(found, key=found.__getitem__), found
 
 
 def advise_own_data(ranks: int) -> None:

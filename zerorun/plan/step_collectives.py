@@ -28,7 +28,7 @@ from .sharding_plan import FlatGroupPlan, ShardingPlan, UnitPlan
 CONTROL = "control"
 # fp64 numbers that ranks sum before an update: see zero/norm.py. Automatic saves and monitors add two each. With NCCL,
 # there are two more for each part of the model (see Communicator.told_order), and the devices sum some, too.
-SUMMARY_NUMEL, NORM_NUMEL = 30, 3
+SUMMARY_NUMEL, NORM_NUMEL = 21, 3
 NORM = "norm"
 LARGEST = "largest weights"
 _FP32 = torch.float32.itemsize

@@ -153,7 +153,7 @@ class SequenceParallel:
 
     def _differs(self, hidden: torch.Tensor, given: torch.Tensor, writes: int) -> bool:
         """True if ``hidden`` is not ``given`` as it was, on any rank: one that has no token of the sequence cannot tell."""
-        differs = version_of(given) != writes or not torch.equal(hidden, given)
+        differs = version_of(given) != writes or not _are_same(hidden, given)
         axis, mine = self.region.axis, torch.tensor([differs], dtype=torch.int64, device=hidden.device)
         return bool(axis.all_gather(mine, 0, range(axis.size + 1), "tensor: between blocks").sum())
 
@@ -279,6 +279,13 @@ def _hidden(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         f"with sequence parallelism {type(module).__name__} must get its hidden states as first argument or as "
         "hidden_states. Remedy: sequence_parallel=False."
     )
+
+
+def _are_same(hidden: torch.Tensor, given: torch.Tensor) -> bool:
+    """Whether they have the same values, of which NaN is one."""
+    if hidden.shape != given.shape or hidden.dtype != given.dtype:
+        return False
+    return bool(((hidden == given) | (hidden.isnan() & given.isnan())).all())
 
 
 def with_hidden(hidden: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

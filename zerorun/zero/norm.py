@@ -9,11 +9,17 @@ outcome before the next update, when that has long been known, or when somebody 
 
 The program decides by itself, at once, on CPUs, where optimizer states are in host memory, and with optimizers that cannot
 leave the decision to the device.
+
+[Note: one sum for what is alike]
+What a script must do alike, on all ranks of a pipeline stage and to all copies of a tied parameter, is compared in the sum
+that ranks make in each step anyway. Of n that must be alike, the first adds (n - 1) times a checksum of what it has, and
+the others each take theirs off. The sum is 0 if all are alike, however many stages and copies there are.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +35,7 @@ from .unit import Unit
 
 Sums = torch.Tensor | list[float]
 _WHAT = "the norm of the gradients: on a GPU, for every collective before it"
+_BITS = 0xFFFFFF  # of checksums, so that their sums over all ranks are exact in fp64
 _ROUNDING = 1e-12  # of sums in fp64, relative
 
 
@@ -45,18 +52,13 @@ class UnreadLosses:
 
 
 class Alike(NamedTuple):
-    """What must be the same on all ranks that have it; None where a rank has none, as pipeline stages for all but two.
+    """What must be the same on all ranks that have it; None where a rank has none, as a pipeline stage without a loss.
 
     ``divisor``: by which gradients are divided, 0 if losses come with weights. ``losses``: how many are averaged.
-    ``rates``: a number that tells the optimizer's rates apart. ``writes``: how often scripts have written to parameters.
-    ``frozen``: how many parameters they have frozen.
     """
 
     divisor: int | None
     losses: int | None
-    rates: float | None
-    writes: int | None
-    frozen: int | None
 
 
 class Differing(NamedTuple):
@@ -64,12 +66,21 @@ class Differing(NamedTuple):
 
     divisor: bool = False
     losses: bool = False
-    rates: bool = False
-    writes: bool = False
-    frozen: bool = False
 
 
 ALL_ALIKE = Differing()
+
+
+class StageState(NamedTuple):
+    """What all ranks of a pipeline stage must have alike in a step: treated otherwise by a script, they go apart.
+
+    ``rates``: those of the optimizer's groups. ``writes``: how often scripts have written to parameters. ``frozen``: how
+    many parameters they have frozen.
+    """
+
+    rates: tuple[float, ...]
+    writes: int
+    frozen: int
 
 
 @dataclass(frozen=True)
@@ -296,6 +307,12 @@ class Outcome:
     def loss(self) -> float | None:
         """The mean loss over micro-batches and data-parallel ranks; None if nobody wanted to know, or no rank told one."""
         return self.observed[0] / self.observed[1] if self.observed and self.observed[1] else None
+
+
+def summand(what: object, *, first: bool, count: int) -> int:
+    """What one of ``count`` adds to a sum that is 0 if ``what`` is alike on all. See [Note: one sum for what is alike]."""
+    code = zlib.crc32(repr(what).encode()) & _BITS
+    return code * (count - 1) if first else -code
 
 
 def _differ(count: float, total: float, squares: float) -> bool:

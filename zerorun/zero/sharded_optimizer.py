@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,6 +28,7 @@ from .unit import Unit, finish_updates
 
 # Steps after which parameters that never had a gradient are named.
 WATCHED_STEPS = 10
+_RATES = ("lr", "weight_decay", "momentum", "betas")  # which may be whole numbers; other whole numbers count something
 
 
 class PiecesInFp32:
@@ -147,16 +148,10 @@ class ShardedOptimizer:
         self.optimizer.overflow = overflow  # type: ignore[attr-defined]
 
     def rates(self) -> Iterator[tuple[str, float]]:
-        """(key, value) of what parameter groups have in fractions: rates, decays, betas. NaN and infinities are left out.
-
-        A rate may be a whole number; other whole numbers count something.
-        """
+        """(key, value) of what parameter groups have in fractions: rates, decays, betas."""
+        keys = tuple(dict.fromkeys(("lr", *self.optimizer.defaults)))
         for group in self.optimizer.param_groups:
-            for key in dict.fromkeys(("lr", *self.optimizer.defaults)):
-                value = group.get(key)
-                for number in value if isinstance(value, tuple) else (value,):
-                    if isinstance(number, float if key != "lr" else (float, int)) and math.isfinite(number):
-                        yield key, number
+            yield from rates_in(group, keys)
 
     def refuse_changed_needs(self) -> None:
         """Raise StepError if groups were changed so that the optimizer cannot be divided any more as it is."""
@@ -321,6 +316,17 @@ class ShardedOptimizer:
 def _members_of(optimizer: torch.optim.Optimizer) -> list[list[int]]:
     """The tensors of each group, by their id()."""
     return [[*map(id, group["params"])] for group in optimizer.param_groups]
+
+
+def rates_in(group: Mapping[str, Any], keys: Iterable[str] = _RATES) -> Iterator[tuple[str, float]]:
+    """(key, value) of what a parameter group has in fractions: rates, decays, betas. NaN and infinities are left out, and
+    tensors, which may be on a device.
+    """
+    for key in keys:
+        value = group.get(key)
+        for number in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(number, (float, int) if key in _RATES else float) and math.isfinite(number):
+                yield key, number
 
 
 def refuse_new_group(*unused: Any, **also_unused: Any) -> None:

@@ -1,14 +1,7 @@
-"""Copies of one parameter that several pipeline stages have: what a script does to one of them it must do to all.
-
-[Note: one sum for all copies]
-Ranks compare how copies are treated in the sum that they make in each step anyway. Of each parameter, the first of its n
-stages adds (n - 1) times a checksum of how its copy is treated, and the others each take theirs off. The sum is 0 if all
-are alike, however many parameters there are, and whichever stages have them.
-"""
+"""Copies of one parameter that several pipeline stages have: what a script does to one of them it must do to all."""
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,9 +9,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..plan.replaced_forwards import is_own_hook
-
-_RATES = ("lr", "weight_decay", "momentum", "betas")  # that a script or a schedule may change in the course of training
-_BITS = 0xFFFFFF  # of checksums, so that their sums over all ranks are exact in fp64
+from .sharded_optimizer import rates_in
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ def state_of(copy: TiedCopy, groups: Sequence[Mapping[str, Any]], *, is_written:
     group = {} if copy.group is None else groups[copy.group]
     hooks = (*(param._backward_hooks or {}).values(), *(_late_hooks(param) or {}).values())
     others = sum(not is_own_hook(hook) for hook in hooks)
-    rates = ", ".join(_rates(group)) if param.requires_grad else ""  # what is not updated has none
+    rates = _in_text(group) if param.requires_grad else ""  # what is not updated has none
     return CopyState(not param.requires_grad, is_written, rates, others)
 
 
@@ -68,20 +59,8 @@ def _late_hooks(param: nn.Parameter) -> Mapping[int, Any] | None:
     return param._post_accumulate_grad_hooks  # type: ignore[attr-defined,no-any-return]
 
 
-def _rates(group: Mapping[str, Any]) -> list[str]:
-    """Those that are numbers: a tensor may be on a device."""
-    found = ((key, value) for key in _RATES for value in _numbers(group.get(key)))
-    return [f"{key}={value:.6g}" for key, value in found]
-
-
-def _numbers(setting: Any) -> list[int | float]:
-    return [value for value in (setting if isinstance(setting, tuple) else (setting,)) if isinstance(value, (int, float))]
-
-
-def summand(copy: TiedCopy, state: CopyState) -> int:
-    """See [Note: one sum for all copies]."""
-    code = zlib.crc32(repr((copy.name, state)).encode()) & _BITS
-    return code * (len(copy.stages) - 1) if copy.stage == copy.stages[0] else -code
+def _in_text(group: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={value:.6g}" for key, value in rates_in(group))
 
 
 def unlike_copies(told: Sequence[Sequence[tuple[str, str, int, CopyState]]]) -> list[UnlikeCopies]:
