@@ -6124,4 +6124,20 @@ MUTANTS = (
         "    if schedule is None:",
         ("tests/ranks/test_clients_optimizer.py", "-k", "without_a_state"),
     ),
+    Mutant(
+        "a-tensor-under-two-names-is-that-of-one-of-them",
+        "swallowed",
+        "zerorun/checkpoint/read.py",
+        "        if not _have_same(reader, one, other):",
+        "        if one == other:",
+        ("tests/ranks/test_checkpoint_contents.py", "-k", "old_and_its_new"),
+    ),
+    Mutant(
+        "an-expert-takes-the-place-of-one-that-is-not-in-the-files",
+        "swallowed",
+        "zerorun/checkpoint/hub_names.py",
+        "        wrong += sorted(set(range(max(varying[0]))) - varying[0]) if len(varying) == 1 else []",
+        "",
+        ("tests/ranks/test_expert_training.py", "-k", "lack_tensors"),
+    ),
 )

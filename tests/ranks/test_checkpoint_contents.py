@@ -20,7 +20,16 @@ from models import CASES, Case, Gpt, Place
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import make_config, make_engine
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import zerorun
 from zerorun.checkpoint import gather, ranks
@@ -278,6 +287,43 @@ def test_two_values_of_what_is_one_tensor_here(same: bool, tmp_path: Path) -> No
     for said in run_ranks(2, load_untied, str(tmp_path / "out"), same):
         assert len(said) == (0 if same else 4)
         assert all("other values of 'head.weight' than of 'embed.weight'" in line for line in said)
+
+
+def bert(value: float) -> BertModel:
+    config = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    model = BertModel(config)
+    model.embeddings.LayerNorm.weight.data.fill_(value)
+    return model
+
+
+def load_renamed(folder: str, loads: str) -> list[str]:
+    """What loads say of files that have a tensor under the name of long ago and under that of now."""
+    said = []
+    for other in (3.0, 4.0):
+        weights = {**bert(3.0).state_dict(), "embeddings.LayerNorm.gamma": torch.full((8,), other)}
+        if dist.get_rank() == 0:
+            safetensors.torch.save_file(weights, Path(folder) / "model.safetensors")
+        dist.barrier()
+        model = bert(1.0)
+        engine = zerorun.initialize(model, make_config(3)) if loads == "engine" else None
+        try:
+            zerorun.load_pretrained(model, folder)
+        except CheckpointError as error:
+            said.append(str(error))
+        engine = engine or zerorun.initialize(model, make_config(3))
+        found = engine.state_dict()["embeddings.LayerNorm.weight"]
+        assert torch.equal(found, torch.full((8,), 3.0 if other == 3.0 else 1.0)), other
+        engine.destroy()
+        dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("loads", ["plain", "engine"])
+def test_a_tensor_under_its_old_and_its_new_name(loads: str, tmp_path: Path) -> None:
+    """They were taken for two halves of it."""
+    for said in run_ranks(2, load_renamed, str(tmp_path), loads):
+        assert len(said) == 1
+        assert "other values of 'embeddings.LayerNorm.gamma' than of 'embeddings.LayerNorm.weight'" in said[0]
 
 
 class Sharing(nn.Module):
