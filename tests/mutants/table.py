@@ -5936,8 +5936,8 @@ MUTANTS = (
         "conjugated-buffers-are-stored-as-their-memory",
         "sign",
         "zerorun/checkpoint/inventory.py",
-        "                seen[id(value)], found[stored] = stored, value.detach().resolve_conj().resolve_neg()",
-        "                seen[id(value)], found[stored] = stored, value.detach()",
+        "                seen[id(value)], made.buffers[stored] = stored, value.detach().resolve_conj().resolve_neg()",
+        "                seen[id(value)], made.buffers[stored] = stored, value.detach()",
         ("tests/ranks/test_checkpoint_contents.py", "-k", "conjugates_later"),
     ),
     Mutant(
@@ -6139,5 +6139,13 @@ MUTANTS = (
         "        wrong += sorted(set(range(max(varying[0]))) - varying[0]) if len(varying) == 1 else []",
         "",
         ("tests/ranks/test_expert_training.py", "-k", "lack_tensors"),
+    ),
+    Mutant(
+        "buffers-that-are-one-at-the-first-save-stay-one",
+        "stale",
+        "zerorun/checkpoint/inventory.py",
+        "                made.aliases[stored] = seen[id(value)]",
+        "                self.aliases[stored] = seen[id(value)]",
+        ("tests/ranks/test_checkpoint_contents.py", "-k", "made_two_or_one"),
     ),
 )

@@ -349,6 +349,33 @@ def test_a_buffer_that_two_modules_share_is_read_for_both(tmp_path: Path) -> Non
     assert model.second.scale is model.first.scale
 
 
+def save_untied(folder: str, shared: bool) -> list[list[float]]:
+    """The first elements of two buffers after loads of a save while they were one, and of one while they were two."""
+    model = Sharing(1.0)
+    if not shared:
+        model.second.scale = torch.full((3,), 2.0)
+    engine = zerorun.initialize(model, make_config(3))
+    engine.save_checkpoint(folder, tag="first")
+    model.second.scale = torch.full((3,), 2.0) if shared else model.first.scale
+    engine.save_checkpoint(folder, tag="second")
+    engine.destroy()
+    found = []
+    for tag in ("first", "second"):
+        model = Sharing(5.0)
+        model.second.scale = torch.full((3,), 6.0)
+        engine = zerorun.initialize(model, make_config(3))
+        engine.load_checkpoint(folder, tag=tag)
+        found.append([model.first.scale[0].item(), model.second.scale[0].item()])
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_buffers_that_are_made_two_or_one_later(shared: bool, tmp_path: Path) -> None:
+    for found in run_ranks(2, save_untied, str(tmp_path), shared):
+        assert found == ([[1, 1], [1, 2]] if shared else [[1, 2], [1, 1]])
+
+
 def test_pretrained_weights_may_lack_what_is_named(tmp_path: Path) -> None:
     weights = Gpt(2).state_dict()
     del weights["head.weight"]

@@ -131,7 +131,7 @@ class ModelLoader:
             subject.model.runtime.gathers.evict_all()
             subject.model.runtime.reducer.forget_residuals()
             reads = [read for name, home in self.inventory.homes.items() for read in self._weight_reads(name, home)]
-            buffers, _ = self.inventory.buffers()
+            buffers = self.inventory.beside().buffers
             own, copies = own_buffers(self.reader, subject.topology), []
             for name, buffer in (*self.inventory.kept_apart().items(), *buffers.items()):
                 stored = self.find(name)
@@ -153,7 +153,7 @@ class ModelLoader:
 
     def _require_scales(self, buffers: dict[str, torch.Tensor]) -> None:
         """Raise CheckpointError if a layer computes the scales of its packed weight anew instead of taking those loaded."""
-        now, _ = self.inventory.buffers()
+        now = self.inventory.beside().buffers
         anew = [(name, value) for name, value in buffers.items() if now[name].data_ptr() != value.data_ptr()]
         lost = [name for name, value in anew if not torch.equal(as_bytes(now[name]), as_bytes(value))]
         if lost:
@@ -212,11 +212,10 @@ class ModelLoader:
 
     def load_extra(self, tensors: dict[str, torch.Tensor]) -> None:
         """Give modules back what their ``get_extra_state`` returned when the checkpoint was saved."""
-        _, extra = self.inventory.buffers()
         stored = decode(self.reader.manifest.extra_state, tensors) if self.reader.manifest else None
         # A compiled module and the one inside it have the same stored name. The state is that of the inner one, the later.
         modules = {stored_name(f"{name}."): module for name, module in self.subject.module.named_modules()}
-        for name in extra:
+        for name in self.inventory.beside().extra:
             if stored and name in stored:
                 prefix = name.rpartition(".")[0]
                 modules[f"{prefix}."].set_extra_state(stored[name])
