@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import shutil
@@ -34,6 +35,7 @@ from transformers import (
 import zerorun
 from zerorun.checkpoint import gather, ranks
 from zerorun.checkpoint import save as saving
+from zerorun.checkpoint.cli import export
 from zerorun.checkpoint.cli.verify import check
 from zerorun.checkpoint.manifest import MANIFEST, read_manifest
 from zerorun.errors import CheckpointError, ModelError, StepError
@@ -347,6 +349,61 @@ def test_a_buffer_that_two_modules_share_is_read_for_both(tmp_path: Path) -> Non
     zerorun.load_pretrained(model, tmp_path / "out")
     assert torch.equal(model.first.scale, torch.ones(3))
     assert model.second.scale is model.first.scale
+
+
+def test_buffers_keep_their_memory(tmp_path: Path) -> None:
+    """Whoever has one, or a view of it, would go on with the old values."""
+    model = Sharing(1.0)
+    model.register_buffer("wide", torch.ones(1).expand(4))
+    safetensors.torch.save_file({k: v.clone() + 1 for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
+    kept, view = model.first.scale, model.second.scale[1:]
+    zerorun.load_pretrained(model, tmp_path)
+    assert model.first.scale is kept and torch.equal(kept, torch.full((3,), 2.0))
+    assert torch.equal(view, torch.full((2,), 2.0))
+    assert torch.equal(model.wide, torch.full((4,), 2.0))
+
+
+class Counting(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    seen = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "values": torch.full((2,), float(self.seen))}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"] + int(state["values"].sum())
+
+
+def load_counting(folder: str, how: str) -> int:
+    engine = zerorun.initialize(nn.Sequential(nn.Linear(4, 4), Counting(4, 4)), make_config(3))
+    engine.module[1].seen = 5
+    path = engine.save_checkpoint(folder)
+    engine.destroy()
+    with zerorun.zero.Init(enabled=how == "init"):
+        model = nn.Sequential(nn.Linear(4, 4), Counting(4, 4))
+    engine = zerorun.initialize(model, make_config(3)) if how == "engine" else None
+    zerorun.load_pretrained(model, path)
+    if engine is not None:
+        engine.destroy()
+    found: int = model[1].seen
+    return found
+
+
+@pytest.mark.parametrize("how", ["plain", "init", "engine"])
+def test_pretrained_modules_get_their_extra_state_back(how: str, tmp_path: Path) -> None:
+    assert run_ranks(2, load_counting, str(tmp_path), how) == [15, 15]
+
+
+def test_an_export_says_that_it_has_no_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = zerorun.initialize(nn.Sequential(Counting(4, 4)), make_config(1))
+    path = engine.save_checkpoint(tmp_path)
+    engine.export(tmp_path / "out")
+    engine.destroy()
+    told = "without what modules return from get_extra_state(), which is no weight: '0._extra_state'"
+    assert sum(told in record.getMessage() for record in caplog.records) == 1
+    arguments = argparse.Namespace(dir=path, tag=None, out=tmp_path / "more", dtype=None, max_shard_size=1 << 30)
+    assert f"note: {told}" in list(export.run(arguments)[1])
 
 
 def save_untied(folder: str, shared: bool) -> list[list[float]]:

@@ -20,6 +20,7 @@ from . import random_state
 from .adapters import ADAPTERS_FILE, find_adapters, peft_model
 from .argument_checks import check_client_state, directory_of, dtype_of, tag_of
 from .client_states import client_state_of, encode_own
+from .extra_states import left_out
 from .inventory import Beside, Inventory, Subject, TensorPart
 from .json_values import decode, encode
 from .load import ModelLoader, optimizer_kind
@@ -135,6 +136,9 @@ class Checkpointer:
         self.subject.comm.fence()
         captured = self.capture(path.name, {}, trainable_only=False, joined=False)
         captured.weights_only = True
+        left = [text for text in self.saver.ranks.gather(left_out(captured.manifest.extra_state)) if text]
+        if left:
+            warn_once(f"export(): {left[0]}. Remedy, where it is needed: load_pretrained() of a checkpoint, which has it.")
         captured.parts = [part for part in captured.parts if part.set in (MODEL, MASTER)]
         if merge_adapter:
             self._merge(captured, dtype)
