@@ -6180,4 +6180,20 @@ MUTANTS = (
         "        if not left:",
         ("tests/ranks/test_checkpoint_contents.py", "-k", "has_no_extra_state"),
     ),
+    Mutant(
+        "hooks-after-a-load-see-placeholders",
+        "swallowed",
+        "zerorun/zero/load_hooks.py",
+        "        if hooks and _is_whole(module, sharded):",
+        "        if hooks:",
+        ("tests/ranks/test_whole_loads.py", "-k", "hooks_after"),
+    ),
+    Mutant(
+        "hooks-after-a-load-hear-that-weights-are-missing",
+        "swallowed",
+        "zerorun/zero/whole_weight_loads.py",
+        "        with without_hooks_after(model.module):",
+        "        if True:",
+        ("tests/ranks/test_whole_loads.py", "-k", "hooks_after"),
+    ),
 )

@@ -24,6 +24,7 @@ from ..plan.optimizer_states import new_states
 from ..plan.parameter_kinds import as_bytes, inner_tensors
 from ..plan.sharding_plan import ParameterRun
 from ..zero.flat_group import TrainedGroup
+from ..zero.load_hooks import run_hooks_after, tell_of_hooks
 from ..zero.optimizer_pieces import OptimizerPiece
 from ..zero.sharded_model import may_change
 from ..zero.sharded_optimizer import ShardedOptimizer
@@ -207,8 +208,10 @@ class ModelLoader:
         return []
 
     def load_extra(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Give modules back what their ``get_extra_state`` returned when the checkpoint was saved."""
+        """Give modules back what their ``get_extra_state`` returned when the checkpoint was saved, and call their hooks."""
         give_back(self.subject.module, self.inventory.beside().extra, self.reader, tensors)
+        tell_of_hooks(self.subject.module, "a load")
+        run_hooks_after(self.subject.module, "a load", self.subject.model)
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 

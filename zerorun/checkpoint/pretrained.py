@@ -17,6 +17,7 @@ from ..errors import CheckpointError
 from ..log import listed
 from ..plan.units import stored_name
 from ..zero.init import keep_part, part_of, whole_value
+from ..zero.load_hooks import run_hooks_after, tell_of_hooks
 from ..zero.sharded_model import ShardedModel, model_of
 from .argument_checks import names_of
 from .directory import has_manifest
@@ -66,6 +67,8 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True, a
         with torch._C.DisableTorchFunction():
             _load_unsharded(model, reader, wanted)
         give_back(model, extra, reader, reader.state_tensors(alone()) if manifest is not None else {})
+        tell_of_hooks(model, "load_pretrained()")
+        run_hooks_after(model, "load_pretrained()", None)
 
 
 def _load_sharded(model: nn.Module, sharded: ShardedModel, reader: Reader, wanted: Wanted) -> None:
