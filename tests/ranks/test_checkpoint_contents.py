@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import shutil
@@ -20,11 +21,21 @@ from models import CASES, Case, Gpt, Place
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from training import make_config, make_engine
-from transformers import AutoModel, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 import zerorun
 from zerorun.checkpoint import gather, ranks
 from zerorun.checkpoint import save as saving
+from zerorun.checkpoint.cli import export
 from zerorun.checkpoint.cli.verify import check
 from zerorun.checkpoint.manifest import MANIFEST, read_manifest
 from zerorun.errors import CheckpointError, ModelError, StepError
@@ -280,6 +291,43 @@ def test_two_values_of_what_is_one_tensor_here(same: bool, tmp_path: Path) -> No
         assert all("other values of 'head.weight' than of 'embed.weight'" in line for line in said)
 
 
+def bert(value: float) -> BertModel:
+    config = BertConfig(vocab_size=16, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+    model = BertModel(config)
+    model.embeddings.LayerNorm.weight.data.fill_(value)
+    return model
+
+
+def load_renamed(folder: str, loads: str) -> list[str]:
+    """What loads say of files that have a tensor under the name of long ago and under that of now."""
+    said = []
+    for other in (3.0, 4.0):
+        weights = {**bert(3.0).state_dict(), "embeddings.LayerNorm.gamma": torch.full((8,), other)}
+        if dist.get_rank() == 0:
+            safetensors.torch.save_file(weights, Path(folder) / "model.safetensors")
+        dist.barrier()
+        model = bert(1.0)
+        engine = zerorun.initialize(model, make_config(3)) if loads == "engine" else None
+        try:
+            zerorun.load_pretrained(model, folder)
+        except CheckpointError as error:
+            said.append(str(error))
+        engine = engine or zerorun.initialize(model, make_config(3))
+        found = engine.state_dict()["embeddings.LayerNorm.weight"]
+        assert torch.equal(found, torch.full((8,), 3.0 if other == 3.0 else 1.0)), other
+        engine.destroy()
+        dist.barrier()
+    return said
+
+
+@pytest.mark.parametrize("loads", ["plain", "engine"])
+def test_a_tensor_under_its_old_and_its_new_name(loads: str, tmp_path: Path) -> None:
+    """They were taken for two halves of it."""
+    for said in run_ranks(2, load_renamed, str(tmp_path), loads):
+        assert len(said) == 1
+        assert "other values of 'embeddings.LayerNorm.gamma' than of 'embeddings.LayerNorm.weight'" in said[0]
+
+
 class Sharing(nn.Module):
     """Two modules have one buffer."""
 
@@ -301,6 +349,88 @@ def test_a_buffer_that_two_modules_share_is_read_for_both(tmp_path: Path) -> Non
     zerorun.load_pretrained(model, tmp_path / "out")
     assert torch.equal(model.first.scale, torch.ones(3))
     assert model.second.scale is model.first.scale
+
+
+def test_buffers_keep_their_memory(tmp_path: Path) -> None:
+    """Whoever has one, or a view of it, would go on with the old values."""
+    model = Sharing(1.0)
+    model.register_buffer("wide", torch.ones(1).expand(4))
+    safetensors.torch.save_file({k: v.clone() + 1 for k, v in model.state_dict().items()}, tmp_path / "model.safetensors")
+    kept, view = model.first.scale, model.second.scale[1:]
+    zerorun.load_pretrained(model, tmp_path)
+    assert model.first.scale is kept and torch.equal(kept, torch.full((3,), 2.0))
+    assert torch.equal(view, torch.full((2,), 2.0))
+    assert torch.equal(model.wide, torch.full((4,), 2.0))
+
+
+class Counting(nn.Linear):
+    """A layer with a state that is no tensor."""
+
+    seen = 0
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "values": torch.full((2,), float(self.seen))}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"] + int(state["values"].sum())
+
+
+def load_counting(folder: str, how: str) -> int:
+    engine = zerorun.initialize(nn.Sequential(nn.Linear(4, 4), Counting(4, 4)), make_config(3))
+    engine.module[1].seen = 5
+    path = engine.save_checkpoint(folder)
+    engine.destroy()
+    with zerorun.zero.Init(enabled=how == "init"):
+        model = nn.Sequential(nn.Linear(4, 4), Counting(4, 4))
+    engine = zerorun.initialize(model, make_config(3)) if how == "engine" else None
+    zerorun.load_pretrained(model, path)
+    if engine is not None:
+        engine.destroy()
+    found: int = model[1].seen
+    return found
+
+
+@pytest.mark.parametrize("how", ["plain", "init", "engine"])
+def test_pretrained_modules_get_their_extra_state_back(how: str, tmp_path: Path) -> None:
+    assert run_ranks(2, load_counting, str(tmp_path), how) == [15, 15]
+
+
+def test_an_export_says_that_it_has_no_extra_state(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = zerorun.initialize(nn.Sequential(Counting(4, 4)), make_config(1))
+    path = engine.save_checkpoint(tmp_path)
+    engine.export(tmp_path / "out")
+    engine.destroy()
+    told = "without what modules return from get_extra_state(), which is no weight: '0._extra_state'"
+    assert sum(told in record.getMessage() for record in caplog.records) == 1
+    arguments = argparse.Namespace(dir=path, tag=None, out=tmp_path / "more", dtype=None, max_shard_size=1 << 30)
+    assert f"note: {told}" in list(export.run(arguments)[1])
+
+
+def save_untied(folder: str, shared: bool) -> list[list[float]]:
+    """The first elements of two buffers after loads of a save while they were one, and of one while they were two."""
+    model = Sharing(1.0)
+    if not shared:
+        model.second.scale = torch.full((3,), 2.0)
+    engine = zerorun.initialize(model, make_config(3))
+    engine.save_checkpoint(folder, tag="first")
+    model.second.scale = torch.full((3,), 2.0) if shared else model.first.scale
+    engine.save_checkpoint(folder, tag="second")
+    engine.destroy()
+    found = []
+    for tag in ("first", "second"):
+        model = Sharing(5.0)
+        model.second.scale = torch.full((3,), 6.0)
+        engine = zerorun.initialize(model, make_config(3))
+        engine.load_checkpoint(folder, tag=tag)
+        found.append([model.first.scale[0].item(), model.second.scale[0].item()])
+        engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_buffers_that_are_made_two_or_one_later(shared: bool, tmp_path: Path) -> None:
+    for found in run_ranks(2, save_untied, str(tmp_path), shared):
+        assert found == ([[1, 1], [1, 2]] if shared else [[1, 2], [1, 1]])
 
 
 def test_pretrained_weights_may_lack_what_is_named(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from zerorun.checkpoint.tensorfile import TensorFile
 from zerorun.distributed.transport.statistics import Pending
 from zerorun.distributed.transport.transport import Transport
 from zerorun.engine.pipeline_engine import PipelineEngine
+from zerorun.errors import CheckpointError
 from zerorun.expert_parallel.deferred_tensor import Shared, Steps, result_of
 from zerorun.expert_parallel.dispatch import Dispatch
 from zerorun.expert_parallel.known_experts import find_experts
@@ -317,6 +318,30 @@ def test_files_with_a_tensor_for_each_expert(family: str, how: str, tmp_path: Pa
     if how == "engine":
         count = find_experts(model)[0].count
         assert [read for _, read in found] == [set(range(count // 2)), set(range(count // 2, count))]
+
+
+def _damage(folder: Path, what: str) -> None:
+    """Change the files of a model as what is put together by hand is."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    first = next(name for name in tensors if ".experts.1." in name)
+    if what == "a hole":
+        tensors = {name.replace(".experts.1.", ".experts.9."): value for name, value in tensors.items()}
+    elif what == "one less":
+        del tensors[first]
+    elif what == "one more":
+        tensors[first.replace(".experts.1.", ".experts.9.")] = tensors[first].clone()
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("what", ["a hole", "one less", "one more"])
+def test_files_that_lack_tensors_of_an_expert_are_refused(what: str, tmp_path: Path) -> None:
+    model = make("mixtral")
+    model.save_pretrained(tmp_path)
+    _damage(tmp_path, what)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"has not \d of the tensors that make '.*' for each expert, as of number"):
+        zerorun.load_pretrained(model, tmp_path, strict=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def _watched(folder: str) -> dict[str, list[int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from covering import by_day
 from harness import run_ranks
 from mixtures import make
-from models import CASES
+from models import CASES, Gpt, Mlp
 from quantised import SHARDED
 from test_parallel_matrix import batch_of, build
 from torch import nn
@@ -380,3 +381,67 @@ def sent_for_a_load() -> dict[str, int]:
 def test_no_weights_are_sent() -> None:
     """Every rank has them, and takes its shards."""
     assert run_ranks(2, sent_for_a_load) == [{}, {}]
+
+
+# -- hooks of the script -----------------------------------------------------------------------------------------------
+
+
+class Hooked(Gpt):
+    """A layer keeps a sum of its weight, made anew after each load, and another one could rename what it loads."""
+
+    def __init__(self) -> None:
+        super().__init__(3, Mlp)
+        self.head = Renaming(self.embed.embedding_dim, 8)
+        first = self.blocks[1].up
+        first.sums = []
+        first.register_load_state_dict_post_hook(_sum_up)
+        self.head.register_load_state_dict_pre_hook(lambda *unused: None)
+
+
+class Renaming(nn.Linear):
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+def _sum_up(layer: nn.Module, incompatible: Any) -> None:
+    layer.sums.append((float(layer.weight.sum()), len(incompatible.missing_keys)))
+
+
+def hooks_after(stage: int, folder: str) -> tuple[list[tuple[float, int]], float, list[str]]:
+    """(what the hook has seen in five loads, the true sum, what was said)."""
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerorun").addHandler(handler)
+    config = make_config(stage, precision="bf16")
+    engine = zerorun.initialize(Hooked(), config)
+    path, weights = engine.save_checkpoint(folder), engine.state_dict()
+    engine.destroy()
+    model = Hooked()
+    zerorun.load_pretrained(model, path)
+    found = list(model.blocks[1].up.sums)
+    engine = zerorun.initialize(Hooked(), config)
+    engine.load_checkpoint(path)
+    zerorun.load_pretrained(engine.module, path)
+    engine.load_state_dict(weights)
+    engine.backward(engine(torch.arange(4)[None]).square().mean())
+    engine.step()
+    with zerorun.zero.GatheredParameters(list(engine.module.parameters())):
+        engine.load_state_dict(weights)
+    found += engine.module.blocks[1].up.sums
+    engine.destroy()
+    logging.getLogger("zerorun").removeHandler(handler)
+    return found, float(weights["blocks.1.up.weight"].sum()), heard
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_hooks_after_a_load_run_where_weights_are_whole(stage: int, tmp_path: Path) -> None:
+    for rank, (found, wanted, heard) in enumerate(run_ranks(2, hooks_after, stage, str(tmp_path))):
+        assert len(found) == (5 if stage == 1 else 2)
+        assert all(abs(value - wanted) < 0.1 and missing == 0 for value, missing in found)
+        for how in ("a load", "load_state_dict()") if rank == 0 else ():
+            assert any(how in line and "module 'blocks.1.up' (Linear) has a hook after" in line for line in heard) == (
+                stage == 3
+            )
+            for what in ("Renaming._load_from_state_dict()", "a hook before load_state_dict() of a Renaming"):
+                assert sum(line.startswith(f"{how}: {what} does not see the weights of 'head'") for line in heard) == 1

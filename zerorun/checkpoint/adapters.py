@@ -185,7 +185,7 @@ def _written(model: Any, inventory: Inventory, values: Mapping[str, torch.Tensor
     """What PEFT writes if it is given ``values``, and numbers for all other tensors. Raises what PEFT raises."""
     names = list(_named(model))
     numbered = {name: torch.tensor([number]) for number, name in enumerate(names)}
-    made = Adapters()
+    made, aliases = Adapters(), {**inventory.aliases, **inventory.beside().aliases}
     with TemporaryDirectory(prefix="zerorun-adapters-") as directory, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the shapes of the numbers
         _save(model, directory, {**numbered, **values})
@@ -199,7 +199,7 @@ def _written(model: Any, inventory: Inventory, values: Mapping[str, torch.Tensor
             for name, tensor in _tensors(path):
                 if tensor.dtype == torch.int64 and tensor.numel() == 1:
                     stored = stored_name(names[int(tensor)])
-                    made.names[kind][stored_name(name)] = inventory.aliases.get(stored, stored)
+                    made.names[kind][stored_name(name)] = aliases.get(stored, stored)
                 elif values:
                     made.computed.setdefault(kind, {})[stored_name(name)] = tensor  # type: ignore[index]
                 else:

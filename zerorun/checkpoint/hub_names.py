@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 _NUMBER = re.compile(r"\.(\d+)(?=\.)")  # of a layer or an expert, in a name
+_Part = tuple[tuple[int, ...], int, str]  # (the numbers in its name, the place among the tensors of one expert, its name)
 _MERGED, _JOINED = ["MergeModulelist"], ["MergeModulelist", "Concatenate"]
 
 
@@ -22,12 +23,13 @@ _MERGED, _JOINED = ["MergeModulelist"], ["MergeModulelist", "Concatenate"]
 class Joined:
     """A tensor of the model whose elements are those of the stored tensors ``parts``, one after the other.
 
-    ``each``: so many of the parts make one row of its first dimension, where they are rows of the second; 0: there is one
-    part, and it is the tensor.
+    ``each``: so many of the parts make one row of its first dimension, where they are rows of the second; 0: the first part
+    is the tensor, and others are the same tensor under more names. ``problem``: in words, why the parts do not make it.
     """
 
     parts: tuple[str, ...]
     each: int = 0
+    problem: str = ""
 
     def shape(self, part: Sequence[int]) -> tuple[int, ...]:
         """The tensor's shape, from that of every part."""
@@ -48,13 +50,36 @@ def joined_by(model: nn.Module, stored: Iterable[str], known: Collection[str]) -
 
     pretrained: Any = model
     transforms = get_model_conversion_mapping(pretrained)
-    found: dict[str, list[tuple[list[int], int, str]]] = {}
-    each: dict[str, int] = {}
+    found: dict[str, list[_Part]] = {}
+    counts: dict[str, set[int]] = {}
     for name in names:
         target, place, count = (name, 0, 0) if name in known else _translated(name, transforms)
-        found.setdefault(target, []).append(([int(number) for number in _NUMBER.findall(name)], place, name))
-        each[target] = count
-    return {target: Joined(tuple(name for *_, name in sorted(parts)), each[target]) for target, parts in found.items()}
+        part = tuple(int(number) for number in _NUMBER.findall(name)), place, name
+        found.setdefault(target, []).append(part)
+        counts.setdefault(target, set()).add(count)
+    return {target: _put_together(target, sorted(parts), counts[target]) for target, parts in found.items()}
+
+
+def _put_together(target: str, parts: list[_Part], counts: set[int]) -> Joined:
+    """What ``target`` is made of. ``counts``: of how many tensors each part is one, as ``_translated`` says."""
+    each = max(counts)
+    if not each:
+        return Joined(tuple(sorted((name for *_, name in parts), key=lambda name: name != target)))
+    names = tuple(name for *_, name in parts)
+    if len(counts) > 1:
+        return Joined(names, each, f"has {target!r} both whole and in parts, such as {names[0]!r}")
+    places: dict[tuple[int, ...], list[int]] = {}
+    for numbers, place, _ in parts:
+        places.setdefault(numbers, []).append(place)
+    wrong = [(0, *numbers)[-1] for numbers, found in places.items() if found != list(range(each))]
+    if len({len(numbers) for numbers in places}) == 1:
+        varying = [set(column) for column in zip(*places, strict=True) if len(set(column)) > 1]
+        wrong += sorted(set(range(max(varying[0]))) - varying[0]) if len(varying) == 1 else []
+    if not wrong:
+        return Joined(names, each)
+    return Joined(
+        names, each, f"has not {each} of the tensors that make {target!r} for each expert, as of number {wrong[0]}"
+    )
 
 
 def _translated(name: str, transforms: Sequence[Any]) -> tuple[str, int, int]:

@@ -145,13 +145,22 @@ def together(stages: Iterable[Contents | None]) -> Contents:
     return whole
 
 
+@dataclass(frozen=True)
+class Beside:
+    """What a module has beside parameters, at one instant."""
+
+    buffers: dict[str, torch.Tensor]  # persistent ones by name
+    extra: dict[str, Any]  # what modules return from get_extra_state, by name
+    aliases: dict[str, str]  # other names of buffers that are the same tensor
+
+
 @dataclass
 class Inventory:
     """What a checkpoint of this model must hold. An engine makes it once, when it is created."""
 
     subject: Subject
     homes: dict[str, SavedParameter] = field(default_factory=dict)  # parameters, in the order of the state dict
-    aliases: dict[str, str] = field(default_factory=dict)  # other names of tied tensors
+    aliases: dict[str, str] = field(default_factory=dict)  # other names of tied parameters
     apart: dict[str, torch.Tensor] = field(default_factory=dict)  # what is in no unit
     settings: list[frozenset[str]] = field(default_factory=list)  # the keys of each parameter group of the optimizer
     _parameters: set[int] = field(default_factory=set)  # ids of all parameters, and of buffers that count as such
@@ -192,23 +201,22 @@ class Inventory:
 
     # -- what there is -------------------------------------------------------------------------------------------
 
-    def buffers(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """(persistent buffers by name, what modules return from get_extra_state by name)."""
+    def beside(self) -> Beside:
+        """What there is beside parameters now: scripts may tie buffers later, or let them be two again."""
         everything = self.subject.model.runtime.guard.own_state_dict(self.subject.module)
-        found: dict[str, torch.Tensor] = {}
-        extra: dict[str, Any] = {}
+        made = Beside({}, {}, {})
         seen: dict[int, str] = {}
         for name, value in everything.items():
             stored = stored_name(name)
             if id(value) in self._parameters or stored in self.homes or stored in self.aliases:
                 continue
             if not isinstance(value, torch.Tensor) or stored.endswith("_extra_state"):
-                extra[stored] = value
+                made.extra[stored] = value
             elif id(value) in seen:
-                self.aliases[stored] = seen[id(value)]
+                made.aliases[stored] = seen[id(value)]
             else:
-                seen[id(value)], found[stored] = stored, value.detach().resolve_conj().resolve_neg()
-        return found, extra
+                seen[id(value)], made.buffers[stored] = stored, value.detach().resolve_conj().resolve_neg()
+        return made
 
     def replaced(self) -> list[str]:
         """The names of parameters that are in the module only now, or are there no longer. They may have other names."""
@@ -223,11 +231,11 @@ class Inventory:
 
     def contents(self) -> Contents:
         """The contents of this rank's module."""
-        buffers, extra = self.buffers()
+        beside = self.beside()
         shapes = {name: home.shape for name, home in self.homes.items()}
         shapes |= {name: tuple(inner.shape) for name, inner in self.kept_apart().items()}
-        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-        return Contents(shapes, dict(self.aliases), list(extra))
+        shapes |= {name: tuple(buffer.shape) for name, buffer in beside.buffers.items()}
+        return Contents(shapes, {**self.aliases, **beside.aliases}, list(beside.extra))
 
     def describe(self) -> dict[str, dict[str, Any]]:
         """Return name -> shape, dtype, and whether it is trained, for every parameter. The caller may fill in the group.

@@ -23,11 +23,12 @@ from ..optim.parameter_parts import PartsOptimizer, StateRange
 from ..plan.optimizer_states import new_states
 from ..plan.parameter_kinds import as_bytes, inner_tensors
 from ..plan.sharding_plan import ParameterRun
-from ..plan.units import stored_name
 from ..zero.flat_group import TrainedGroup
+from ..zero.load_hooks import run_hooks_after, tell_of_hooks
 from ..zero.optimizer_pieces import OptimizerPiece
 from ..zero.sharded_model import may_change
 from ..zero.sharded_optimizer import ShardedOptimizer
+from .extra_states import give_back, refuse_lacking
 from .frozen_base import refuse_other_base, sums_of_parts
 from .gather import PeerReader
 from .inventory import Contents, Inventory, SavedParameter, ranges_of, together
@@ -103,11 +104,7 @@ class ModelLoader:
 
     def _compare(self) -> None:
         compare_tensors(self.reader, self._names, self.model.shapes, self.wanted)
-        stored = (self.reader.manifest.extra_state if self.reader.manifest else None) or {}
-        lacking = [name for name in self.model.extra if name not in stored and not self.wanted.allows(name)]
-        if lacking and self.reader.manifest is not None and self.wanted.strict:
-            remedy = "pass strict=False, or allow_missing=[...], if these modules may begin afresh."
-            raise misfit(self.reader, "lacks", [repr(name) for name in lacking], remedy)
+        refuse_lacking(self.reader, self.model.extra, self.wanted)
 
     def compare_base(self, ranks: Ranks, read_peer: PeerReader | None) -> None:
         """Compare the model's frozen weights with the checksums of those that the checkpoint leaves out. Collective.
@@ -131,7 +128,7 @@ class ModelLoader:
             subject.model.runtime.gathers.evict_all()
             subject.model.runtime.reducer.forget_residuals()
             reads = [read for name, home in self.inventory.homes.items() for read in self._weight_reads(name, home)]
-            buffers, _ = self.inventory.buffers()
+            buffers = self.inventory.beside().buffers
             own, copies = own_buffers(self.reader, subject.topology), []
             for name, buffer in (*self.inventory.kept_apart().items(), *buffers.items()):
                 stored = self.find(name)
@@ -153,7 +150,7 @@ class ModelLoader:
 
     def _require_scales(self, buffers: dict[str, torch.Tensor]) -> None:
         """Raise CheckpointError if a layer computes the scales of its packed weight anew instead of taking those loaded."""
-        now, _ = self.inventory.buffers()
+        now = self.inventory.beside().buffers
         anew = [(name, value) for name, value in buffers.items() if now[name].data_ptr() != value.data_ptr()]
         lost = [name for name, value in anew if not torch.equal(as_bytes(now[name]), as_bytes(value))]
         if lost:
@@ -211,15 +208,10 @@ class ModelLoader:
         return []
 
     def load_extra(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Give modules back what their ``get_extra_state`` returned when the checkpoint was saved."""
-        _, extra = self.inventory.buffers()
-        stored = decode(self.reader.manifest.extra_state, tensors) if self.reader.manifest else None
-        # A compiled module and the one inside it have the same stored name. The state is that of the inner one, the later.
-        modules = {stored_name(f"{name}."): module for name, module in self.subject.module.named_modules()}
-        for name in extra:
-            if stored and name in stored:
-                prefix = name.rpartition(".")[0]
-                modules[f"{prefix}."].set_extra_state(stored[name])
+        """Give modules back what their ``get_extra_state`` returned when the checkpoint was saved, and call their hooks."""
+        give_back(self.subject.module, self.inventory.beside().extra, self.reader, tensors)
+        tell_of_hooks(self.subject.module, "a load")
+        run_hooks_after(self.subject.module, "a load", self.subject.model)
 
     # -- optimizer -----------------------------------------------------------------------------------------------
 

@@ -17,16 +17,18 @@ from ..errors import CheckpointError
 from ..log import listed
 from ..plan.units import stored_name
 from ..zero.init import keep_part, part_of, whole_value
-from ..zero.sharded_model import model_of
+from ..zero.load_hooks import run_hooks_after, tell_of_hooks
+from ..zero.sharded_model import ShardedModel, model_of
 from .argument_checks import names_of
 from .directory import has_manifest
+from .extra_states import give_back, names_in, refuse_lacking
 from .frozen_base import refuse_other_base, sums_of_values
 from .hub_names import joined_by
 from .inventory import Inventory, Subject
 from .load import ModelLoader
 from .manifest import read_manifest
 from .matching import NameMap, Wanted, compare_tensors, compare_ties
-from .ranks import Ranks, alone
+from .ranks import Ranks, alone, attempt
 from .read import Read, Reader
 from .write_plan import MASTER, MODEL
 
@@ -38,7 +40,8 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True, a
     inside that block or after it), or one whose parameters are on the meta device. In the last two cases a rank reads no
     more than its part of every parameter, straight into place. After ``initialize``, pass ``engine.module``.
     Floating-point weights are cast to the dtype of the parameter. All ranks must call it. The files may have a tensor for
-    each expert, as many on the hub have, where the model's class has one for all.
+    each expert, as many on the hub have, where the model's class has one for all. From a checkpoint, modules get back
+    what their ``get_extra_state`` had returned, too.
 
     With ``strict``, the names of the model and of the files must be the same, except for tied weights and the prefix of a
     Hugging Face base model; the files may lack what ``allow_missing`` names (names or patterns such as ``"score.*"``), and
@@ -54,20 +57,33 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True, a
         Reader(path, manifest, join=join) as reader,
         torch.inference_mode(mode=False),  # what is made in that mode could not be trained
         torch.no_grad(),
-        torch._C.DisableTorchFunction(),
     ):
         sharded = model_of(model)
-        if sharded is None:
-            _load_unsharded(model, reader, wanted)
+        if sharded is not None:
+            _load_sharded(model, sharded, reader, wanted)
             return
-        ranks = Ranks(sharded.comm.topology)
-        try:
+        extra = names_in(model)
+        refuse_lacking(reader, extra, wanted)
+        with torch._C.DisableTorchFunction():
+            _load_unsharded(model, reader, wanted)
+        give_back(model, extra, reader, reader.state_tensors(alone()) if manifest is not None else {})
+        tell_of_hooks(model, "load_pretrained()")
+        run_hooks_after(model, "load_pretrained()", None)
+
+
+def _load_sharded(model: nn.Module, sharded: ShardedModel, reader: Reader, wanted: Wanted) -> None:
+    ranks = Ranks(sharded.comm.topology)
+    try:
+        with torch._C.DisableTorchFunction():
             loader = ModelLoader.compared(Inventory.of(Subject(model, sharded)), reader, wanted, ranks)
             loader.compare_base(ranks, sharded.comm.dense.peer_reader())
-            with sharded.half_loaded.loading(path, "weights"):
+            tensors = reader.state_tensors(ranks) if reader.manifest is not None else {}
+        with sharded.half_loaded.loading(reader.path, "weights"):
+            with torch._C.DisableTorchFunction():
                 loader.load_weights(ranks)
-        finally:
-            ranks.close()
+            ranks.agree(attempt(lambda: loader.load_extra(tensors))[1])
+    finally:
+        ranks.close()
 
 
 def _names(model: nn.Module) -> set[str]:
@@ -116,9 +132,18 @@ def _load_unsharded(model: nn.Module, reader: Reader, wanted: Wanted) -> None:
         if stored is not None and old is not None:
             flat = torch.empty(old.numel(), dtype=old.dtype)
             reader.read(Read(MODEL, stored, 0, flat))
+            if _takes_values(old):  # others may have it, or a view of it
+                old.copy_(flat.view(old.shape))
+                continue
             made = flat.view(old.shape).to(default_device() if old.is_meta else old.device)
             for module, key in places:
                 module._buffers[key] = made
+
+
+def _takes_values(buffer: torch.Tensor) -> bool:
+    """False for a buffer that has no memory, one element for many, or that may not be written to outside of inference."""
+    repeats = any(step == 0 and size > 1 for step, size in zip(buffer.stride(), buffer.shape, strict=True))
+    return not (buffer.is_meta or repeats or buffer.is_inference())
 
 
 def _compare_base(params: dict[str, nn.Parameter], shards: dict[int, TensorShard], reader: Reader, wanted: Wanted) -> None:

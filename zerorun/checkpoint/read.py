@@ -22,6 +22,7 @@ from ..distributed.device import on_host
 from ..distributed.tensor_shard import TensorShard
 from ..errors import CheckpointError, DamagedError
 from ..log import is_rank_zero, logger
+from ..plan.parameter_kinds import as_bytes
 from . import directory as folder
 from .cuts import span, take
 from .files import is_plain, read_regular
@@ -162,7 +163,7 @@ class Reader:
 
     def tensor(self, kind: str, name: str) -> Described:
         """Dtype and shape of a tensor."""
-        joined = self._joined.get(name) if kind == MODEL else None
+        joined = _checked(self, name) if kind == MODEL else None
         if joined is not None:
             parts = [self._open(self._stored_in[part]).tensors[part] for part in joined.parts]
             other = next((part for part in parts if (part.dtype, part.shape) != (parts[0].dtype, parts[0].shape)), None)
@@ -314,6 +315,37 @@ class Reader:
         for file in self.manifest.files:
             if not file.endswith(".safetensors") and file not in self.missing:
                 self.small_file(file)
+
+
+def _checked(reader: Reader, name: str) -> Joined | None:
+    """What is stored of a weight, if it is under another name or in parts. Raises CheckpointError if that is unclear."""
+    joined = reader._joined.get(name)
+    if joined is None or (joined.each and not joined.problem):
+        return joined
+    if joined.problem:
+        remedy = "Remedy: give a directory that has all files of the model, and each tensor once."
+        raise CheckpointError(f"{reader.path} {joined.problem}. {remedy}")
+    one, *others = joined.parts
+    for other in others:
+        if not _have_same(reader, one, other):
+            raise CheckpointError(
+                f"{reader.path} has other values of {other!r} than of {one!r}, and both are {name!r} in this model. "
+                "Remedy: take from the files the one that is not meant."
+            )
+    reader._joined[name] = Joined((one,))
+    return reader._joined[name]
+
+
+def _have_same(reader: Reader, *names: str) -> bool:
+    """True if two stored tensors are the same."""
+    found = []
+    for name in names:
+        opened = reader._open(reader._stored_in[name])
+        tensor = opened.tensors[name]
+        flat = torch.empty(tensor.numel, dtype=dtype_of(tensor.dtype))
+        opened.read(name, 0, flat)
+        found.append((tensor.dtype, tensor.shape, as_bytes(flat)))
+    return found[0][:2] == found[1][:2] and torch.equal(found[0][2], found[1][2])
 
 
 def _read_flat(reader: Reader, request: Read, start: int, out: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ from ..distributed.same_data import checksum
 from ..errors import CheckpointError, ZerorunError
 from ..log import listed
 from ..plan.parameter_kinds import inside
+from .load_hooks import run_hooks_after, tell_of_hooks, without_hooks_after
 from .placeholders import UnsavedPlaceholder
 from .sharded_model import ShardedModel
 from .value_access import part_of_value, refuse_other_shape, store_weight
@@ -59,13 +60,16 @@ def load_full_state_dict(model: ShardedModel, weights: Mapping[str, Any], *, str
             store_weight(model, model.homes[id(tensor)], value.to(model.comm.device), exactly=wider)
             for block in model.blocks:
                 block.show_new(model, tensor)
-        agree(lambda: _load_rest(model.module, plan.rest), gather)
+        agree(lambda: _load_rest(model, plan.rest), gather)
     return differing
 
 
-def _load_rest(module: torch.nn.Module, rest: dict[str, Any]) -> None:
+def _load_rest(model: ShardedModel, rest: dict[str, Any]) -> None:
+    tell_of_hooks(model.module, "load_state_dict()")
     with _told("Weights are loaded, and what is beside them by half."):
-        torch.nn.Module.load_state_dict(module, rest, strict=False)
+        with without_hooks_after(model.module):
+            torch.nn.Module.load_state_dict(model.module, rest, strict=False)
+        run_hooks_after(model.module, "load_state_dict()", model)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from ...errors import CheckpointError
 from ...log import counted, listed
 from ...optim.loss_scaler import DTYPES
 from ..adapters import Adapters, stored_adapters
+from ..extra_states import left_out
 from ..manifest import Manifest, never_cast
 from ..offline import STRETCH_BYTES, Stream, refuse_existing, write_weights
 from ..read import Read, Reader
@@ -43,8 +45,8 @@ def run(args: argparse.Namespace) -> tuple[int, Iterator[str]]:
             _refuse_partial(reader.manifest, reader.path)
             streams = [weights.stream(name) for name in reader.places(MODEL)]
             small = _configuration(reader, args.dtype and str(DTYPES[args.dtype]).removeprefix("torch."))
-        path = write_weights(out, streams, small, args.max_shard_size)
-    return 0, _lines(path, streams, small, weights.overflowed, lost)
+        path, left = write_weights(out, streams, small, args.max_shard_size), left_out(reader.manifest.extra_state)
+    return 0, chain(_lines(path, streams, small, weights.overflowed, lost), [f"note: {left}"] if left else [])
 
 
 def _refuse_partial(manifest: Manifest, path: Path) -> None:
