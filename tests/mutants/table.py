@@ -6124,4 +6124,12 @@ MUTANTS = (
         "    if schedule is None:",
         ("tests/ranks/test_clients_optimizer.py", "-k", "without_a_state"),
     ),
+    Mutant(
+        "pipelines-read-on-where-they-were-before-a-load",
+        "stale",
+        "zerorun/engine/pipeline_engine.py",
+        "        moves = 0 if isinstance(self.dataloader, EpochLoader) else self.checkpointer.data_moves",
+        "        moves = 0",
+        ("tests/ranks/test_pipeline.py", "-k", "data_of_a_load"),
+    ),
 )
