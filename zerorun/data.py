@@ -183,6 +183,8 @@ class EpochLoader:
         self.position, self._dataset_state, self._moved = state["position"], dataset_state, True
         self._skipped = [(start, stop) for start, stop in state["skipped"]]
         if dataset_state is not None:
+            if hasattr(self.dataset, "set_epoch"):  # may begin the epoch anew, so it comes first
+                self.dataset.set_epoch(self.epoch)
             self.dataset.load_state_dict(dataset_state)  # type: ignore[attr-defined]
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -277,7 +279,8 @@ class EpochLoader:
         return zip(chain(positions, [sampler.length]), loader, strict=False)
 
     def _open_iterable(self) -> Iterator[tuple[int, Any]]:
-        if hasattr(self.dataset, "set_epoch"):
+        goes_on = self.position > 0 and self._dataset_state is not None
+        if hasattr(self.dataset, "set_epoch") and not goes_on:  # it has been told before it loaded its state
             self.dataset.set_epoch(self.epoch)
         batches = iter(self._loader(None))
         if self.position and self._dataset_state is None:

@@ -6132,4 +6132,12 @@ MUTANTS = (
         "        moves = 0",
         ("tests/ranks/test_pipeline.py", "-k", "data_of_a_load"),
     ),
+    Mutant(
+        "an-epoch-begins-anew-after-its-state-is-loaded",
+        "order",
+        "zerorun/data.py",
+        "        goes_on = self.position > 0 and self._dataset_state is not None",
+        "        goes_on = False",
+        ("tests/unit/test_dataloader.py", "-k", "goes_on_in_its_epoch"),
+    ),
 )

@@ -729,6 +729,57 @@ def test_a_stream_with_epochs_is_told_them() -> None:
         assert data.told == epoch
 
 
+class WithEpochs(StatefulStream):
+    """Each epoch has other numbers, in an order that belongs to the state: ``sets`` is what set_epoch() does to the place.
+
+    ``keeps``: the state has the epoch. ``begins``: reading begins the epoch anew where set_epoch() was told another one
+    than the state has, as Hugging Face's does.
+    """
+
+    def __init__(self, length: int, *, resets: bool, keeps: bool, begins: bool) -> None:
+        super().__init__(length)
+        self.epoch, self.resets, self.keeps, self.begins, self.of = 0, resets, keeps, begins, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.place = 0 if self.resets else self.place
+
+    def __iter__(self) -> Iterator[int]:
+        self.place = 0 if self.begins and self.of != self.epoch else self.place
+        self.of = self.epoch
+        return (100 * self.epoch + number for number in super().__iter__())
+
+    def state_dict(self) -> dict[str, int]:
+        return super().state_dict() | {"epoch": self.of}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.of = state["epoch"]
+        self.epoch = state["epoch"] if self.keeps else self.epoch
+
+
+@pytest.mark.parametrize("seen", [0, 1, 4, 5, 7, 8])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"resets": True, "keeps": False, "begins": False},
+        {"resets": True, "keeps": True, "begins": False},
+        {"resets": False, "keeps": False, "begins": True},
+        {"resets": False, "keeps": True, "begins": False},
+    ],
+)
+def test_a_stream_with_epochs_and_a_state_goes_on_in_its_epoch(kind: dict[str, bool], seen: int) -> None:
+    """In another process, and in the one that was further; also from the end of an epoch."""
+    before = RepeatingLoader(make(WithEpochs(8, **kind)))
+    for _ in range(seen):
+        next(before)
+    state = json.loads(json.dumps(before.state_dict()))
+    expected = [next(before).tolist() for _ in range(9)]
+    for loader in (RepeatingLoader(make(WithEpochs(8, **kind))), before):
+        loader.load_state_dict(state)
+        assert [next(loader).tolist() for _ in range(9)] == expected
+
+
 def test_length_of_a_stream_is_the_datasets() -> None:
     class Sized(Stream):
         def __len__(self) -> int:
