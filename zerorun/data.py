@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain, count, islice
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe,
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import get_all_graph_pipes
 
+from .distributed.device import gpus_in_use
 from .distributed.topology import Topology
 from .errors import CheckpointError
 from .log import info_once, warn_once
@@ -280,17 +283,17 @@ class EpochLoader:
 
     def _open_iterable(self) -> Iterator[tuple[int, Any]]:
         goes_on = self.position > 0 and self._dataset_state is not None
-        if hasattr(self.dataset, "set_epoch") and not goes_on:  # it has been told before it loaded its state
-            self.dataset.set_epoch(self.epoch)
-        batches = iter(self._loader(None))
-        if self.position and self._dataset_state is None:
-            lost = self.position // self._samples
-            warn_once(
-                f"the dataset {type(self.dataset).__name__} cannot continue in the middle: {lost} batches per rank are "
-                "read and thrown away. Samples in an order that it draws from global random generators come in another one "
-                "now. To avoid both, give the dataset state_dict() and load_state_dict() and use no workers."
-            )
-            with torch.random.fork_rng(devices=[]):  # so that a restored random state is not changed
+        with _generators_as_before() if self.position else nullcontext():
+            if hasattr(self.dataset, "set_epoch") and not goes_on:  # it has been told before it loaded its state
+                self.dataset.set_epoch(self.epoch)
+            batches = iter(self._loader(None))
+            if self.position and not goes_on:
+                lost = self.position // self._samples
+                warn_once(
+                    f"the dataset {type(self.dataset).__name__} cannot continue in the middle: {lost} batches per rank are "
+                    "read and thrown away. Samples in an order that it draws from global random generators come in another "
+                    "one now. To avoid both, give the dataset state_dict() and load_state_dict() and use no workers."
+                )
                 next(islice(batches, lost, lost), None)
         return zip(count(self.position + self._samples, self._samples), batches, strict=False)
 
@@ -378,6 +381,20 @@ def divides_itself(dataset: Dataset[Any]) -> bool:
 def has_state(thing: object) -> bool:
     """True if ``thing`` can be asked where it is, and be put back there."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+@contextmanager
+def _generators_as_before() -> Iterator[None]:
+    """Leave the random generators of torch, Python and NumPy as they are: a load has restored them."""
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(gpus_in_use()):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(of_numpy)
 
 
 def _without(skipped: Iterable[Range], start: int, length: int) -> list[Range]:

@@ -6140,4 +6140,12 @@ MUTANTS = (
         "        goes_on = False",
         ("tests/unit/test_dataloader.py", "-k", "goes_on_in_its_epoch"),
     ),
+    Mutant(
+        "samples-thrown-away-move-the-generators-of-python",
+        "stale",
+        "zerorun/data.py",
+        "            random.setstate(state)",
+        "            pass",
+        ("tests/unit/test_dataloader.py", "-k", "throwing_away_leaves"),
+    ),
 )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from covering import by_day
@@ -702,18 +704,30 @@ def test_a_dataset_that_gives_no_batch_is_told(length: int, warnings: list[str])
     assert len(warnings) == 1 and f"a dataset of {length} samples gives no batch" in warnings[0]
 
 
-def test_throwing_away_leaves_the_random_state_alone(warnings: list[str]) -> None:
+def drawn() -> list[float]:
+    """A number of each generator that a checkpoint has the state of."""
+    return [float(torch.rand(1)), random.random(), float(numpy.random.rand())]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_throwing_away_leaves_the_random_state_alone(begins: bool, warnings: list[str]) -> None:
+    """``begins``: the dataset draws when it begins a pass, such as an order, and else for each sample."""
+
     class Noise(Stream):
         def __iter__(self) -> Iterator[int]:
-            for number in super().__iter__():
-                torch.rand(1)
-                yield number
+            if begins:
+                drawn()
+            return (number for number in super().__iter__() if begins or drawn())
 
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    expected = drawn()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
     loader = make(Noise(10))
     loader.load_state_dict(loader.state_dict() | {"position": 6})
-    before = torch.get_rng_state()
     iterator = iter(loader)
-    assert torch.equal(before, torch.get_rng_state())
+    assert drawn() == expected
     assert next(iterator).tolist() == [6, 7]
 
 
