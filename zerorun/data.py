@@ -189,6 +189,8 @@ class EpochLoader:
             if hasattr(self.dataset, "set_epoch"):  # may begin the epoch anew, so it comes first
                 self.dataset.set_epoch(self.epoch)
             self.dataset.load_state_dict(dataset_state)  # type: ignore[attr-defined]
+        elif not self.position and (words := self._first_pass()):  # else they are told with what is thrown away
+            warn_once(words.lstrip())
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise CheckpointError, naming the difference, if the loader cannot continue from ``state``."""
@@ -293,9 +295,25 @@ class EpochLoader:
                     f"the dataset {type(self.dataset).__name__} cannot continue in the middle: {lost} batches per rank are "
                     "read and thrown away. Samples in an order that it draws from global random generators come in another "
                     "one now. To avoid both, give the dataset state_dict() and load_state_dict() and use no workers."
+                    f"{self._first_pass()}"
                 )
                 next(islice(batches, lost, lost), None)
         return zip(count(self.position + self._samples, self._samples), batches, strict=False)
+
+    def _first_pass(self) -> str:
+        """Return, in words, that an iterable dataset may begin another pass than that of the epoch; else nothing.
+
+        Workers have copies of the dataset, which all begin their first pass.
+        """
+        told = self.length is not None or self._options["num_workers"] or hasattr(self.dataset, "set_epoch")
+        if told or not self.epoch:
+            return ""
+        name = type(self.dataset).__name__
+        return (
+            f" The dataset {name} cannot be told that it goes on in epoch {self.epoch}, counted from 0. If it counts its "
+            "passes, or gives other samples in each, those of another epoch come now. Remedy: give it set_epoch(), which "
+            "is called with the number of the epoch, or state_dict() and load_state_dict()."
+        )
 
 
 class _Pass:

@@ -6148,4 +6148,12 @@ MUTANTS = (
         "            pass",
         ("tests/unit/test_dataloader.py", "-k", "throwing_away_leaves"),
     ),
+    Mutant(
+        "a-stream-that-counts-its-passes-is-not-told-of",
+        "swallowed",
+        "zerorun/data.py",
+        "        if told or not self.epoch:",
+        "        if True:",
+        ("tests/unit/test_dataloader.py", "-k", "cannot_be_told"),
+    ),
 )

@@ -641,7 +641,7 @@ def test_a_stream_at_its_end_is_followed_by_the_next_epoch(kind: Any, seen_end: 
     iterator = iter(other)
     assert [found.tolist() for found in iterator] == [[0, 1], [2, 3]]
     assert (other.epoch, other.position) == (2, 0)
-    assert len(warnings) == (kind is Stream and not seen_end)
+    assert len(warnings) == (kind is Stream)
 
 
 @pytest.mark.parametrize("kind", [StatefulStream, LateStream])
@@ -660,6 +660,41 @@ def test_a_stream_with_a_state_is_not_read_again(kind: Any, warnings: list[str])
     assert flat(iterator) == [8, 9]
     assert (data.read, warnings) == (4, [])
     assert flat(other) == list(range(10))
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_stream_that_cannot_be_told_its_epoch_is_told_of_once(batches: int, warnings: list[str]) -> None:
+    """Such as one that counts its passes. Workers begin the first pass each time, and what has a state goes on."""
+
+    class Counts(Stream):
+        passes = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.passes += 1
+            return iter(range(10 * self.passes, 10 * self.passes + self.length))
+
+    class Told(Counts):
+        def set_epoch(self, epoch: int) -> None:
+            self.passes = epoch
+
+    for kind, workers, epoch in ((Counts, 0, 0), (Counts, 1, 2), (Told, 0, 2), (StatefulStream, 0, 2)):
+        loader = make(kind(4), num_workers=workers)
+        loader.load_state_dict(loader.state_dict() | {"epoch": epoch, "position": 2 * batches})
+        next(iter(loader))
+    assert not any("cannot be told" in told for told in warnings)
+    warnings.clear()
+    before = RepeatingLoader(make(Counts(4)))
+    for _ in range(4 + batches):
+        next(before)
+    loader = make(Counts(4))
+    state = before.state_dict() if batches else before.state_dict() | {"epoch": 2, "position": 0}
+    loader.load_state_dict(state)
+    expected, found = next(before).tolist(), next(iter(loader)).tolist()
+    assert expected[0] >= 30 > found[0]
+    assert len(warnings) == 1
+    assert "Counts cannot be told that it goes on in epoch 2" in warnings[0]
+    assert "Remedy: give it set_epoch()" in warnings[0]
+    assert ("thrown away" in warnings[0]) == bool(batches)
 
 
 def test_a_stream_read_again_has_the_same_worker_seeds(warnings: list[str]) -> None:
