@@ -6156,4 +6156,12 @@ MUTANTS = (
         "        if True:",
         ("tests/unit/test_dataloader.py", "-k", "cannot_be_told"),
     ),
+    Mutant(
+        "a-dataset-keeps-the-length-that-it-had",
+        "stale",
+        "zerorun/data.py",
+        "        before, self.length = self.length, self._size()",
+        "        before = self.length",
+        ("tests/unit/test_dataloader.py", "-k", "new_length_from_the_next"),
+    ),
 )
