@@ -6164,4 +6164,12 @@ MUTANTS = (
         "        before = self.length",
         ("tests/unit/test_dataloader.py", "-k", "new_length_from_the_next"),
     ),
+    Mutant(
+        "slots-are-devices-also-on-the-cpu",
+        "stale",
+        "launcher/job_plan.py",
+        "    if slots == tuple(range(len(slots))) or not request.slots_are_devices:",
+        "    if slots == tuple(range(len(slots))):",
+        ("tests/unit/test_launcher_hosts.py", "-k", "slots_are_no_devices"),
+    ),
 )
