@@ -6172,4 +6172,28 @@ MUTANTS = (
         "    if slots == tuple(range(len(slots))):",
         ("tests/unit/test_launcher_hosts.py", "-k", "slots_are_no_devices"),
     ),
+    Mutant(
+        "signal-kept-for-a-worker-that-fails",
+        "swallowed",
+        "launcher/node.py",
+        "        self._held = {worker.command.local_rank: worker.held for worker in self._workers if worker.held}",
+        "        self._held = {}",
+        ("tests/unit/test_told_restarts.py", "-k", "kept_for_a_worker_that_fails"),
+    ),
+    Mutant(
+        "signal-while-a-round-ends",
+        "swallowed",
+        "launcher/job.py",
+        "                if self._round is None or self._round.stopping:  # it is for the next workers, if there will be any",
+        "                if self._round is None:",
+        ("tests/unit/test_told_restarts.py", "-k", "while_a_failed_round_ends"),
+    ),
+    Mutant(
+        "who-was-kept-a-signal-for-asks-in-vain",
+        "stale",
+        "launcher/job.py",
+        "        self._round = current = Round(plan, time.monotonic(), told=self._held)",
+        "        self._round = current = Round(plan, time.monotonic())",
+        ("tests/unit/test_told_restarts.py", "-k", "kept_for_a_worker_that_fails"),
+    ),
 )
