@@ -230,9 +230,9 @@ class Agent:
     def on_end(self, rank: int, returncode: int, at: float, asked: bool) -> None:
         self._line.send({"is": "end", "rank": rank, "code": returncode, "at": at, "asked": asked})
 
-    def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
+    def on_empty(self, unkillable: list[int], oom_kills: int, held: list[int]) -> None:
         self._release()
-        self._line.send({"is": "empty", "unkillable": unkillable, "oom_kills": oom_kills}, later=True)
+        self._line.send({"is": "empty", "unkillable": unkillable, "oom_kills": oom_kills, "held": held}, later=True)
 
     def on_note(self, text: str) -> None:
         self._line.send({"is": "note", "text": text})

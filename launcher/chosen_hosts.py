@@ -11,7 +11,7 @@ from zerorun.errors import LaunchError
 from zerorun.watch.launch_environment import is_task_of_several, place_in_step
 
 from .hosts import Host, first_hosts, limit_slots, parse_hostfile, select, slurm_gpus, slurm_hosts
-from .this_host import usable_cores, visible_gpus
+from .this_host import trains_on_cpu, usable_cores, visible_gpus
 
 
 def by_hand(args: argparse.Namespace) -> bool:
@@ -156,7 +156,9 @@ def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[
     if not args.include and not args.exclude:
         return [Host("localhost", tuple(range(count_workers(args.nproc_per_node, environment))))]
     asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
-    slots = count_workers("auto" if asked is not None else args.nproc_per_node, environment)
+    told = {**environment, **{name: value for name, value in args.export if value is not None}}
+    devices = "cpu" if trains_on_cpu(told) else "auto"
+    slots = count_workers(devices if asked is not None else args.nproc_per_node, environment)
     hosts = [Host("localhost", tuple(range(slots)))]
     return limit_slots(select(hosts, args.include, args.exclude), asked)
 

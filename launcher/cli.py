@@ -298,6 +298,7 @@ def make_request(
 
     from .chosen_hosts import own_names
     from .job_plan import DEVICES_NAME, THREADS_NAME, LaunchRequest, ProgramKind, check_devices, exported
+    from .this_host import trains_on_cpu
 
     environment = without_choices(environment)
     named = own_names() if launcher in ("local", "ssh") and not args.force_multi else set()
@@ -317,7 +318,8 @@ def make_request(
         bind_cores=args.bind_cores or args.bind_core_list is not None,
         core_list=args.bind_core_list,
         exports={**(exported(environment) if several else here), **exports},
-        visible_devices="" if args.nproc_per_node == "cpu" else environment.get(DEVICES_NAME),  # slots are cores then
+        slots_are_devices=args.nproc_per_node != "cpu" and not trains_on_cpu({**environment, **exports}),
+        visible_devices=environment.get(DEVICES_NAME),
         local_names=local,
         restarts=args.max_restarts,
         spares=args.spares or 0,

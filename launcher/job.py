@@ -88,8 +88,9 @@ class Job:
             self._place,
         )
         self._restarts = Restarts(options.max_restarts, self.say)
+        self._held = False  # nodes keep signals for the next workers
         self._stopped = False  # a signal has asked for the end: no restart follows
-        self._passed: list[int] = []  # signals that came while no worker was running
+        self._passed: list[int] = []  # signals that came while no worker was running, or while all were being ended
 
     def run(self) -> int:
         """Run the job, and return the exit status. Raises LaunchError if no worker could be started."""
@@ -234,7 +235,7 @@ class Job:
         cores = {node.name: node.facts["cores"] for node in self._nodes}
         plan = build_plan(self._request, rendezvous, cores=cores, restart=restart, hosts=hosts)
         self._outputs.expect(plan.workers)
-        self._round = current = Round(plan, time.monotonic())
+        self._round = current = Round(plan, time.monotonic(), told=self._held)
         node_of = {
             worker.rank: node for node, share in zip(self._nodes, plan.nodes, strict=True) for worker in share.workers
         }
@@ -256,7 +257,7 @@ class Job:
             self._advance(current, time.monotonic())
         self._advance(current, time.monotonic())
         self._meeting.release()
-        self._round = None
+        self._round, self._held = None, current.held
         tails, found = self._outputs.end(), self.hangs.progress
         current.other_sizes = self.hangs.other_sizes()
         self._restarts.end(current.attempt(tails, found, time.monotonic()), found)
@@ -326,8 +327,9 @@ class Job:
             until = time.monotonic() + patience
             current.settle_until = until if current.settle_until is None else min(until, current.settle_until)
 
-    def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
+    def on_empty(self, unkillable: list[int], oom_kills: int, held: list[int]) -> None:
         if self._round is not None:
+            self._round.held = self._round.held or bool(held)
             self._round.unkillable += unkillable
             self._round.oom_kills += oom_kills
 
@@ -342,8 +344,9 @@ class Job:
                 self.say("[zerorun] Ctrl-Z has no effect: the other hosts would take a sleeping launcher for dead")
                 continue
             if number in PASSED_SIGNALS:
-                if self._round is None:
+                if self._round is None or self._round.stopping:  # it is for the next workers, if there will be any
                     self._passed.append(number)
+                if self._round is None:
                     continue
                 self._round.told = True
                 for node in self._nodes:

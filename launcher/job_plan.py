@@ -103,6 +103,7 @@ class LaunchRequest:
     bind_cores: bool = False
     core_list: tuple[int, ...] | None = None  # of each host, to bind workers to; None: all usable ones
     exports: Mapping[str, str] = field(default_factory=dict)
+    slots_are_devices: bool = True  # else they are cores, or whatever the hostfile counts
     visible_devices: str | None = None  # the launcher's CUDA_VISIBLE_DEVICES, for workers on its own host
     local_names: tuple[str, ...] = ()  # hosts that are the launcher's own
     restarts: int = 0  # how many are allowed
@@ -286,14 +287,14 @@ def _visible_devices(request: LaunchRequest, host: Host) -> str | None:
     Slots count the devices that the user has made visible, by --export or, on the launcher's own host, by its environment.
     """
     slots = host.slots or ()
-    if slots == tuple(range(len(slots))):
+    if slots == tuple(range(len(slots))) or not request.slots_are_devices:
         return None
     here = request.visible_devices if host.name in request.local_names else None
     told = request.exports.get(DEVICES_NAME, here)
     if told is None:
         return ",".join(map(str, slots))
     count = visible_gpus({DEVICES_NAME: told})
-    if not count:  # none is to be seen, or slots are none
+    if not count:  # none is to be seen
         return None
     if max(slots) >= count:
         raise LaunchError(

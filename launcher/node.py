@@ -78,8 +78,11 @@ class Listener(Protocol):
     def on_end(self, rank: int, returncode: int, at: float, asked: bool) -> None:
         """``at``: by this host's ``time.monotonic``. ``asked``: it had been told to stop."""
 
-    def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
-        """All workers have ended, their output is delivered, and no process is left but the ids in ``unkillable``."""
+    def on_empty(self, unkillable: list[int], oom_kills: int, held: list[int]) -> None:
+        """All workers have ended, their output is delivered, and no process is left but the ids in ``unkillable``.
+
+        ``held``: signals that are kept for the next workers.
+        """
 
     def on_note(self, text: str) -> None:
         """Something that the user should know."""
@@ -91,12 +94,14 @@ class Listener(Protocol):
 class Worker:
     """One worker process."""
 
-    def __init__(self, command: WorkerCommand, process: subprocess.Popen[bytes] | ForkedWorker) -> None:
+    def __init__(
+        self, command: WorkerCommand, process: subprocess.Popen[bytes] | ForkedWorker, held: Iterable[int] = ()
+    ) -> None:
         self.command, self.process = command, process
         self.returncode: int | None = None
         self.asked = False
         self.group_gone = False
-        self.held: list[int] = []  # signals for it that would end it
+        self.held = [*held]  # signals for it that would end it
 
     @property
     def pid(self) -> int:
@@ -146,6 +151,7 @@ class LocalNode:
         self._selector, self._listener, self._base = selector, listener, base
         self._grace, self._log_dir, self._gives_stdin = grace, log_dir, gives_stdin
         self._workers: list[Worker] = []
+        self._held: dict[int, list[int]] = {}  # by local rank, signals for workers that have ended without them
         self._streams: dict[int, Callable[[], None]] = {}  # file descriptor -> a function that reads it once
         self._pidfds: set[int] = set()
         self._reading = True
@@ -229,7 +235,7 @@ class LocalNode:
                 preexec_fn=before_exec,
             )
         assert process.stdout is not None and process.stderr is not None
-        worker = Worker(command, process)
+        worker = Worker(command, process, self._held.pop(command.local_rank, ()))
         self._boards.started(command.rank, process.pid, files, time.monotonic())
         self._workers.append(worker)
         self._watch(worker)
@@ -329,8 +335,10 @@ class LocalNode:
         for fd in self._streams:
             self._selector.unregister(fd)
         self._streams.clear()
+        self._held = {worker.command.local_rank: worker.held for worker in self._workers if worker.held}
         self._dismiss()
-        self._listener.on_empty(unkillable, (oom_kills() - self._oom_before).total())
+        held = sorted({number for numbers in self._held.values() for number in numbers})
+        self._listener.on_empty(unkillable, (oom_kills() - self._oom_before).total(), held)
 
     def _dismiss(self) -> None:
         self._boards.close()

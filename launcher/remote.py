@@ -71,7 +71,7 @@ _ANSWERS: Mapping[str, Mapping[str, Callable[[Any], bool]]] = {
     "probed": {"interface": lambda name: name is None or _text(name)},
     "output": {"rank": _whole, "stream": STREAMS.__contains__, "data": _text},
     "end": {"rank": _whole, "code": _whole, "at": _number, "asked": lambda asked: isinstance(asked, bool)},
-    "empty": {"unkillable": _numbers, "oom_kills": _whole},
+    "empty": {"unkillable": _numbers, "oom_kills": _whole, "held": _numbers},
     "note": {"text": _text},
     "seen": {"rank": _whole, "seen": lambda seen: seen is None or isinstance(seen, dict)},
     "windows": {"of": lambda rows: isinstance(rows, list) and all(map(_is_window, rows))},
@@ -224,7 +224,7 @@ class RemoteNode:
                 self._listener.on_end(message["rank"], message["code"], at, message["asked"])
             case "empty":
                 self.busy = False
-                self._listener.on_empty(message["unkillable"], message["oom_kills"])
+                self._listener.on_empty(message["unkillable"], message["oom_kills"], message["held"])
             case "seen":
                 self._listener.hangs.on_seen(message["rank"], None if message["seen"] is None else Seen.of(message["seen"]))
             case "windows":

@@ -38,6 +38,7 @@ class Round:
     lost: list[HostEnd] = field(default_factory=list)
     by_signal: int | None = None
     told: bool = False  # a signal has been passed on to the workers, which may ask to be started again because of it
+    held: bool = False  # signals are kept for the next workers: these have ended without them
     settle_until: float | None = None
     noticed: float | None = None  # when the first thing that ends it was
     warm: bool = False  # whether nodes have been told to keep processes in reserve

@@ -111,7 +111,7 @@ class AdoptedRanks:
                 self._listener.hangs.on_seen(rank, self._boards.take_last(rank))
                 self._listener.on_end(rank, 0, now, False)
         if not self.busy:
-            self._listener.on_empty([], 0)
+            self._listener.on_empty([], 0, [])
 
     def ask_stacks(self, rank: int) -> None:
         """Have ``on_stacks`` hear of what each thread of a rank is doing."""
@@ -180,7 +180,7 @@ class _Host:
     def on_output(self, rank: int, stream: str, chunk: bytes) -> None:
         """It has none."""
 
-    def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
+    def on_empty(self, unkillable: list[int], oom_kills: int, held: list[int]) -> None:
         """Its ranks are gone; ``on_end`` has told of each."""
 
     def on_note(self, text: str) -> None:
@@ -335,7 +335,7 @@ class _Guest(Agent):
         else:
             super()._signal(node, order, message)
 
-    def on_empty(self, unkillable: list[int], oom_kills: int) -> None:
+    def on_empty(self, unkillable: list[int], oom_kills: int, held: list[int]) -> None:
         """Hang up: no rank is left here."""
         self._status = 0
 

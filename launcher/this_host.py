@@ -55,6 +55,11 @@ def visible_gpus(environment: Mapping[str, str]) -> int:
     return next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))  # CUDA stops there too
 
 
+def trains_on_cpu(environment: Mapping[str, str]) -> bool:
+    """Return True if ZERORUN_DEVICE says that workers use no GPU, whether there is one or not."""
+    return environment.get("ZERORUN_DEVICE", "").partition(":")[0] in ("cpu", "simulated")
+
+
 def usable_cores() -> list[int]:
     """Return the cores that this process may use, with those of one NUMA node next to each other."""
     mine = os.sched_getaffinity(0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain, count, islice
 from typing import Any
 
@@ -12,9 +14,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe,
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import get_all_graph_pipes
 
+from .distributed.device import gpus_in_use
 from .distributed.topology import Topology
 from .errors import CheckpointError
-from .log import info_once, warn_once
+from .log import info_once, logger, warn_once
 from .watch.board import Phase, during
 
 Range = tuple[int, int]  # (first, last + 1): positions in the order of one epoch
@@ -91,7 +94,7 @@ class EpochLoader:
     ``position``: how many samples of ``epoch`` the training loops of all ranks have received; samples that workers have
     only read ahead do not count. A new iterator begins the next epoch, except for the first one after
     ``load_state_dict()``. If several iterators are alive, only the newest one moves the position and follows
-    ``load_state_dict()`` and ``skip()``.
+    ``load_state_dict()`` and ``skip()``. ``length``: of the dataset when the epoch began.
 
     ``divide``: whether ranks divide the samples of an iterable dataset; None: unless it is known to do so by itself.
     """
@@ -112,7 +115,8 @@ class EpochLoader:
         self.dataset, self.batch_size, self.topology, self.seed = dataset, batch_size, topology, seed
         self.shuffle, self.drop_last = shuffle, drop_last
         self._options: dict[str, Any] = {"collate_fn": collate_fn, "drop_last": drop_last, "num_workers": num_workers}
-        self.length: int | None = None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
+        self.length = self._size()
+        self._lengths = {self.length}  # of all epochs so far
         self._resumable = self.length is None and not num_workers and has_state(dataset)
         self._source = self._divided(not divides_itself(dataset) if divide is None else divide)
         # A dataset that divides itself has a state for each rank.
@@ -136,7 +140,7 @@ class EpochLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun or self._is_over():
-            self._start_epoch(self.epoch + 1)
+            self._next_epoch()
         self._passes += 1
         return _Pass(self, self._passes)
 
@@ -148,14 +152,14 @@ class EpochLoader:
         """
         if self.length is None:
             raise ValueError("skip() needs samples with positions. Remedy: use a dataset with __getitem__ and __len__.")
-        done = 0 if self._is_over() else self.position
-        if not 0 <= start < stop <= self.length or stop <= done:
+        done, length = (0, self._size() or 0) if self._is_over() else (self.position, self.length)
+        if not 0 <= start < stop <= length or stop <= done:
             raise ValueError(
-                f"skip({start}, {stop}) skips nothing: {done} of the epoch's {self.length} samples were received. Remedy: "
-                f"give 0 <= start < stop <= {self.length} with stop > {done}, or load an earlier checkpoint first."
+                f"skip({start}, {stop}) skips nothing: {done} of the epoch's {length} samples were received. Remedy: "
+                f"give 0 <= start < stop <= {length} with stop > {done}, or load an earlier checkpoint first."
             )
         if self._is_over():
-            self._start_epoch(self.epoch + 1)
+            self._next_epoch()
         self._skipped = sorted([*self._skipped, (start, stop)])
         self._moved = self._moved or self._begun
 
@@ -180,10 +184,15 @@ class EpochLoader:
         self.check_state(state)
         dataset_state = state.get("dataset") if self._resumable else None
         self._start_epoch(state["epoch"])
+        self.length = state["length"]
         self.position, self._dataset_state, self._moved = state["position"], dataset_state, True
         self._skipped = [(start, stop) for start, stop in state["skipped"]]
         if dataset_state is not None:
+            if hasattr(self.dataset, "set_epoch"):  # may begin the epoch anew, so it comes first
+                self.dataset.set_epoch(self.epoch)
             self.dataset.load_state_dict(dataset_state)  # type: ignore[attr-defined]
+        elif not self.position and (words := self._first_pass()):  # else they are told with what is thrown away
+            warn_once(words.lstrip())
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise CheckpointError, naming the difference, if the loader cannot continue from ``state``."""
@@ -192,7 +201,7 @@ class EpochLoader:
             remedies["shuffle"] = 'set the same "dataloader": {"shuffle": ...} in the configuration'
         for name, remedy in remedies.items():
             found, mine = state.get(name, True if name == "shuffle" else None), getattr(self, name)
-            if found != mine:
+            if found != mine and not (name == "length" and self._had(found)):
                 raise CheckpointError(
                     f"the data's {name} was {found} when the checkpoint was written and is {mine} now: its order cannot "
                     f'go on. Remedy: {remedy}, or pass allow_missing=["data"] to load_checkpoint(), which begins with the '
@@ -237,6 +246,29 @@ class EpochLoader:
         )
         return StreamShare(self.dataset, rank, ranks)  # type: ignore[arg-type]
 
+    def _size(self) -> int | None:
+        """Return how many samples the dataset has now; None for an iterable dataset."""
+        return None if isinstance(self.dataset, IterableDataset) else len(self.dataset)  # type: ignore[arg-type]
+
+    def _had(self, length: int | None) -> bool:
+        """True if an epoch of this loader had this length, and can go on: no sample has gone since."""
+        return length in self._lengths and length is not None and length <= (self._size() or 0)
+
+    def _next_epoch(self, step: int = 1) -> None:
+        """Begin the epoch after this one, with as many samples as the dataset has by now; an epoch keeps its length.
+
+        Ranks do not begin an epoch together, nor do all of a pipeline begin one: they cannot agree on the length here.
+        """
+        before, self.length = self.length, self._size()
+        self._lengths.add(self.length)
+        self._start_epoch(self.epoch + step)
+        if self.length != before:
+            logger.warning(
+                f"the dataset {type(self.dataset).__name__} had {before} samples and has {self.length} from epoch "
+                f"{self.epoch} on. Ranks that find other numbers divide other samples, and end the epoch at other batches. "
+                "Remedy: change the dataset on all ranks alike, before the first of them begins the next epoch."
+            )
+
     def _start_epoch(self, epoch: int) -> None:
         self.epoch, self.position, self._begun = epoch, 0, False
         self._skipped, self._dataset_state = [], None
@@ -277,19 +309,36 @@ class EpochLoader:
         return zip(chain(positions, [sampler.length]), loader, strict=False)
 
     def _open_iterable(self) -> Iterator[tuple[int, Any]]:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(self.epoch)
-        batches = iter(self._loader(None))
-        if self.position and self._dataset_state is None:
-            lost = self.position // self._samples
-            warn_once(
-                f"the dataset {type(self.dataset).__name__} cannot continue in the middle: {lost} batches per rank are "
-                "read and thrown away. Samples in an order that it draws from global random generators come in another one "
-                "now. To avoid both, give the dataset state_dict() and load_state_dict() and use no workers."
-            )
-            with torch.random.fork_rng(devices=[]):  # so that a restored random state is not changed
+        goes_on = self.position > 0 and self._dataset_state is not None
+        with _generators_as_before() if self.position else nullcontext():
+            if hasattr(self.dataset, "set_epoch") and not goes_on:  # it has been told before it loaded its state
+                self.dataset.set_epoch(self.epoch)
+            batches = iter(self._loader(None))
+            if self.position and not goes_on:
+                lost = self.position // self._samples
+                warn_once(
+                    f"the dataset {type(self.dataset).__name__} cannot continue in the middle: {lost} batches per rank are "
+                    "read and thrown away. Samples in an order that it draws from global random generators come in another "
+                    "one now. To avoid both, give the dataset state_dict() and load_state_dict() and use no workers."
+                    f"{self._first_pass()}"
+                )
                 next(islice(batches, lost, lost), None)
         return zip(count(self.position + self._samples, self._samples), batches, strict=False)
+
+    def _first_pass(self) -> str:
+        """Return, in words, that an iterable dataset may begin another pass than that of the epoch; else nothing.
+
+        Workers have copies of the dataset, which all begin their first pass.
+        """
+        told = self.length is not None or self._options["num_workers"] or hasattr(self.dataset, "set_epoch")
+        if told or not self.epoch:
+            return ""
+        name = type(self.dataset).__name__
+        return (
+            f" The dataset {name} cannot be told that it goes on in epoch {self.epoch}, counted from 0. If it counts its "
+            "passes, or gives other samples in each, those of another epoch come now. Remedy: give it set_epoch(), which "
+            "is called with the number of the epoch, or state_dict() and load_state_dict()."
+        )
 
 
 class _Pass:
@@ -309,7 +358,7 @@ class _Pass:
         found = next(self.stream, None)
         if found is None and newest and not self.given:
             # Nothing is left of the epoch that was to be continued. This pass is the next epoch instead of an empty one.
-            owner._start_epoch(owner.epoch + (owner.position > 0))
+            owner._next_epoch(step=owner.position > 0)
             self.stream = owner._open()
             found = next(self.stream, None)
         if newest and found is None:
@@ -375,6 +424,20 @@ def divides_itself(dataset: Dataset[Any]) -> bool:
 def has_state(thing: object) -> bool:
     """True if ``thing`` can be asked where it is, and be put back there."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+@contextmanager
+def _generators_as_before() -> Iterator[None]:
+    """Leave the random generators of torch, Python and NumPy as they are: a load has restored them."""
+    numpy, state = sys.modules.get("numpy"), random.getstate()
+    of_numpy = None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(gpus_in_use()):
+        try:
+            yield
+        finally:
+            random.setstate(state)
+            if numpy is not None:
+                numpy.random.set_state(of_numpy)
 
 
 def _without(skipped: Iterable[Range], start: int, length: int) -> list[Range]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from torch.nn import functional
 from training import make_config
 
 import zerorun
+from zerorun.data import RepeatingLoader
 from zerorun.pipeline.layer_spec import LayerSpec, TiedLayerSpec
 from zerorun.pipeline.module import PipelineModule
 from zerorun.pipeline.schedule.schedules import make_schedule
@@ -493,6 +495,34 @@ def test_data_comes_in_its_own_order_in_pipelines_and_shuffled_elsewhere(pipelin
         found = run_ranks(2, samples_given, pipelined, written)
         assert sorted(number for each in found for number in each) == of_all
         assert (found != in_order) == shuffled
+
+
+def losses_around_loads(kind: str, folder: str) -> list[list[float]]:
+    """Losses of three steps after a save, and of three after each of two loads of it."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    samples = [(torch.full((WIDTH,), float(number)), torch.zeros(WIDTH)) for number in range(12)]
+    data: Any = samples if kind == "dataset" else StatefulDataLoader(samples, batch_size=2)
+    module = PipelineModule([nn.Linear(WIDTH, WIDTH) for _ in range(2)], loss_fn=functional.mse_loss, num_stages=2)
+    engine = zerorun.initialize(module, make_config(1), training_data=data)
+    if kind == "iterator":
+        engine.set_dataiterator(RepeatingLoader(engine.dataloader))
+    engine.train_batch()
+    engine.save_checkpoint(folder)
+    found = []
+    for _ in range(3):
+        found.append([float(engine.train_batch()) for _ in range(3)])
+        engine.load_checkpoint(folder)
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["dataset", "loader", "iterator"])
+def test_train_batch_goes_on_from_the_data_of_a_load_in_the_middle(kind: str, tmp_path: Path) -> None:
+    """A loader of the script's is not asked again for an iterator that the script has made and set."""
+    for before, *after in run_ranks(2, losses_around_loads, kind, str(tmp_path)):
+        assert len(set(before)) == 3
+        assert (after == [before] * 2) is (kind != "iterator")
 
 
 def with_dropout(**options: Any) -> PipelineModule:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from covering import by_day
@@ -574,6 +576,65 @@ def test_skip_refuses_what_it_cannot_do() -> None:
         make(Stream(8)).skip(0, 2)
 
 
+# -- datasets that change ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("later", [11, 5])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_has_changed_has_its_new_length_from_the_next_epoch_on(
+    later: int, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a DataLoader; and so has a loader that goes on from there in another process."""
+    job = Job(8, 1, 2, num_workers=workers)
+    seen = job_steps(job, 2)
+    job.data.length = later
+    assert [*seen, *job_steps(job, 2)] == permutation(8, 0) and job.step() is None
+    assert job.state()["length"] == 8 and not caplog.messages
+    job.begin()
+    assert job_steps(job, 2) == permutation(later, 1)[:4]
+    assert len(caplog.messages) == 2, "each rank says what it has found"
+    assert (
+        f"had 8 samples and has {later} from epoch 1 on" in caplog.text
+        and "Remedy: change the dataset on all" in caplog.text
+    )
+    other = Job(later, 1, 2, job.state(), num_workers=workers)
+    while (ids := job.step()) is not None:
+        assert other.step() == ids
+    assert other.step() is None
+    with pytest.raises(CheckpointError, match=f"length was {later} .* is 8 now"):
+        Job(8, 1, 2, job.state())
+
+
+def test_a_loader_goes_back_to_an_epoch_before_the_dataset_has_grown() -> None:
+    """All samples of that epoch are there. It is not so if the dataset has shrunk."""
+    data = Numbers(8)
+    loader = make(data)
+    next(iter(loader))
+    state = loader.state_dict()
+    data.length = 12
+    assert len(loader) == 4 and sorted(flat(loader)) == list(range(12)) and len(loader) == 6
+    later = loader.state_dict()
+    loader.load_state_dict(state)
+    assert flat(loader) == permutation(8, 0)[2:]
+    assert flat(loader) == permutation(12, 1)
+    data.length = 10
+    loader.load_state_dict(state)
+    with pytest.raises(CheckpointError, match=r"length was 12 .* is 8 now"):
+        loader.load_state_dict(later)
+
+
+def test_skip_at_the_end_of_an_epoch_has_the_length_of_the_coming_one() -> None:
+    data = Numbers(4)
+    loader = make(data)
+    assert sorted(flat(loader)) == [0, 1, 2, 3]
+    data.length = 8
+    with pytest.raises(ValueError, match="of the epoch's 8 samples"):
+        loader.skip(0, 9)
+    assert loader.epoch == 0
+    loader.skip(0, 6)
+    assert flat(loader) == permutation(8, 1)[6:]
+
+
 # -- wrong states ------------------------------------------------------------------------------------------------
 
 
@@ -639,7 +700,7 @@ def test_a_stream_at_its_end_is_followed_by_the_next_epoch(kind: Any, seen_end: 
     iterator = iter(other)
     assert [found.tolist() for found in iterator] == [[0, 1], [2, 3]]
     assert (other.epoch, other.position) == (2, 0)
-    assert len(warnings) == (kind is Stream and not seen_end)
+    assert len(warnings) == (kind is Stream)
 
 
 @pytest.mark.parametrize("kind", [StatefulStream, LateStream])
@@ -658,6 +719,41 @@ def test_a_stream_with_a_state_is_not_read_again(kind: Any, warnings: list[str])
     assert flat(iterator) == [8, 9]
     assert (data.read, warnings) == (4, [])
     assert flat(other) == list(range(10))
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_a_stream_that_cannot_be_told_its_epoch_is_told_of_once(batches: int, warnings: list[str]) -> None:
+    """Such as one that counts its passes. Workers begin the first pass each time, and what has a state goes on."""
+
+    class Counts(Stream):
+        passes = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.passes += 1
+            return iter(range(10 * self.passes, 10 * self.passes + self.length))
+
+    class Told(Counts):
+        def set_epoch(self, epoch: int) -> None:
+            self.passes = epoch
+
+    for kind, workers, epoch in ((Counts, 0, 0), (Counts, 1, 2), (Told, 0, 2), (StatefulStream, 0, 2)):
+        loader = make(kind(4), num_workers=workers)
+        loader.load_state_dict(loader.state_dict() | {"epoch": epoch, "position": 2 * batches})
+        next(iter(loader))
+    assert not any("cannot be told" in told for told in warnings)
+    warnings.clear()
+    before = RepeatingLoader(make(Counts(4)))
+    for _ in range(4 + batches):
+        next(before)
+    loader = make(Counts(4))
+    state = before.state_dict() if batches else before.state_dict() | {"epoch": 2, "position": 0}
+    loader.load_state_dict(state)
+    expected, found = next(before).tolist(), next(iter(loader)).tolist()
+    assert expected[0] >= 30 > found[0]
+    assert len(warnings) == 1
+    assert "Counts cannot be told that it goes on in epoch 2" in warnings[0]
+    assert "Remedy: give it set_epoch()" in warnings[0]
+    assert ("thrown away" in warnings[0]) == bool(batches)
 
 
 def test_a_stream_read_again_has_the_same_worker_seeds(warnings: list[str]) -> None:
@@ -702,18 +798,30 @@ def test_a_dataset_that_gives_no_batch_is_told(length: int, warnings: list[str])
     assert len(warnings) == 1 and f"a dataset of {length} samples gives no batch" in warnings[0]
 
 
-def test_throwing_away_leaves_the_random_state_alone(warnings: list[str]) -> None:
+def drawn() -> list[float]:
+    """A number of each generator that a checkpoint has the state of."""
+    return [float(torch.rand(1)), random.random(), float(numpy.random.rand())]
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_throwing_away_leaves_the_random_state_alone(begins: bool, warnings: list[str]) -> None:
+    """``begins``: the dataset draws when it begins a pass, such as an order, and else for each sample."""
+
     class Noise(Stream):
         def __iter__(self) -> Iterator[int]:
-            for number in super().__iter__():
-                torch.rand(1)
-                yield number
+            if begins:
+                drawn()
+            return (number for number in super().__iter__() if begins or drawn())
 
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()
+    expected = drawn()
+    torch.set_rng_state(states[0])
+    random.setstate(states[1])
+    numpy.random.set_state(states[2])
     loader = make(Noise(10))
     loader.load_state_dict(loader.state_dict() | {"position": 6})
-    before = torch.get_rng_state()
     iterator = iter(loader)
-    assert torch.equal(before, torch.get_rng_state())
+    assert drawn() == expected
     assert next(iterator).tolist() == [6, 7]
 
 
@@ -727,6 +835,57 @@ def test_a_stream_with_epochs_is_told_them() -> None:
     for epoch in range(2):
         assert len(list(loader)) == 2
         assert data.told == epoch
+
+
+class WithEpochs(StatefulStream):
+    """Each epoch has other numbers, in an order that belongs to the state: ``sets`` is what set_epoch() does to the place.
+
+    ``keeps``: the state has the epoch. ``begins``: reading begins the epoch anew where set_epoch() was told another one
+    than the state has, as Hugging Face's does.
+    """
+
+    def __init__(self, length: int, *, resets: bool, keeps: bool, begins: bool) -> None:
+        super().__init__(length)
+        self.epoch, self.resets, self.keeps, self.begins, self.of = 0, resets, keeps, begins, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.place = 0 if self.resets else self.place
+
+    def __iter__(self) -> Iterator[int]:
+        self.place = 0 if self.begins and self.of != self.epoch else self.place
+        self.of = self.epoch
+        return (100 * self.epoch + number for number in super().__iter__())
+
+    def state_dict(self) -> dict[str, int]:
+        return super().state_dict() | {"epoch": self.of}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        super().load_state_dict(state)
+        self.of = state["epoch"]
+        self.epoch = state["epoch"] if self.keeps else self.epoch
+
+
+@pytest.mark.parametrize("seen", [0, 1, 4, 5, 7, 8])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {"resets": True, "keeps": False, "begins": False},
+        {"resets": True, "keeps": True, "begins": False},
+        {"resets": False, "keeps": False, "begins": True},
+        {"resets": False, "keeps": True, "begins": False},
+    ],
+)
+def test_a_stream_with_epochs_and_a_state_goes_on_in_its_epoch(kind: dict[str, bool], seen: int) -> None:
+    """In another process, and in the one that was further; also from the end of an epoch."""
+    before = RepeatingLoader(make(WithEpochs(8, **kind)))
+    for _ in range(seen):
+        next(before)
+    state = json.loads(json.dumps(before.state_dict()))
+    expected = [next(before).tolist() for _ in range(9)]
+    for loader in (RepeatingLoader(make(WithEpochs(8, **kind))), before):
+        loader.load_state_dict(state)
+        assert [next(loader).tolist() for _ in range(9)] == expected
 
 
 def test_length_of_a_stream_is_the_datasets() -> None:

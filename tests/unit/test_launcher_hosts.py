@@ -120,6 +120,29 @@ def test_slots_count_the_devices_that_the_user_has_chosen(folder: Path) -> None:
         devices("-H", "own", "-i", "localhost:1,2", told="4,5")
 
 
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_slots_are_no_devices_where_workers_train_on_the_cpu(
+    device: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA_VISIBLE_DEVICES says nothing then, whoever has set it, and is left as it is."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    (folder / "own").write_text("localhost slots=4\n")
+    here, one = {"ZERORUN_DEVICE": device}, {"CUDA_VISIBLE_DEVICES": "0"}
+    for argv, environment in (
+        (["-H", "own", "-i", "localhost:1,2"], {**here, **one}),
+        (["-H", "own", "-i", "localhost:1,2", "--export=CUDA_VISIBLE_DEVICES=0"], here),
+        (["-H", "own", "-i", "localhost:1,2", f"--export=ZERORUN_DEVICE={device}"], one),
+        (["-H", "hosts", "-i", "n1:1,2", "--export=CUDA_VISIBLE_DEVICES=0"], here),
+        (["--nproc-per-node=2", "-i", "localhost:1,2"], {**here, **one}),
+        (["--nproc-per-node=2", "-i", "localhost:1,2", f"--export=ZERORUN_DEVICE={device}"], one),
+        (["--nproc-per-node=cpu", "-i", "localhost:1,2", "--export=CUDA_VISIBLE_DEVICES=0"], {}),
+    ):
+        workers = plan(*argv, environment=environment).workers
+        assert [worker.env.get("CUDA_VISIBLE_DEVICES") for worker in workers] == [None] * 2
+    with pytest.raises(LaunchError, match="slot 2 has no device"):
+        plan("-H", "own", "-i", "localhost:1,2", environment={"ZERORUN_DEVICE": "cuda", **one})
+
+
 def test_sockets_use_the_interface_that_reaches_the_first_host(folder: Path) -> None:
     workers = plan("-H", "hosts", "--num-gpus=1").workers
     assert [worker.env.get("GLOO_SOCKET_IFNAME") for worker in workers] == ["eth0", "ib0", None]

@@ -212,6 +212,64 @@ sys.exit(main(["--max-restarts=3", "train.py"]))
     assert done.returncode == 75 and "restart 2" not in done.stderr, done.stderr
 
 
+def test_a_signal_that_is_kept_for_a_worker_that_fails_is_for_the_next_of_its_rank(tmp_path: Path) -> None:
+    """Those of ranks whose workers have got it do not get it again."""
+    (tmp_path / "train.py").write_text(
+        "import os, signal, sys, time\n"
+        "attempt, rank = (int(os.environ[name]) for name in ('TORCHELASTIC_RESTART_COUNT', 'RANK'))\n"
+        "def say(what): os.write(1, f'{what} {attempt} {rank}\\n'.encode())\n"
+        "def told(*_):\n    say('told')\n    if attempt: sys.exit(75)\n"
+        "if attempt or not rank: signal.signal(signal.SIGUSR1, told)\n"
+        "say('here')\nwhile not os.path.exists('told'): time.sleep(0.01)\n"
+        "if not attempt and rank: raise ValueError\ntime.sleep(30)\n"
+    )
+    command = [sys.executable, "-m", "zerorun.launcher.cli", "--max-restarts=3", "--nproc-per-node=2", "train.py"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+        assert job.stdout is not None and job.stderr is not None
+        begun = sorted(job.stdout.readline() for _ in range(2))
+        job.send_signal(signal.SIGUSR1)
+        first = job.stderr.readline()
+        (tmp_path / "told").touch()
+        try:
+            out, err = job.communicate(timeout=20 * patience())
+        finally:
+            job.kill()
+    assert begun == ["[rank 1] here 0 1\n", "here 0 0\n"] and "SIGUSR1 is kept for rank 1," in first
+    assert job.returncode == 75 and "restart 1 of 3" in err and "restart 2" not in err, err
+    assert [line for line in out.splitlines() if "told" in line] in (
+        ["told 0 0", "[rank 1] told 1 1"],
+        ["[rank 1] told 1 1", "told 0 0"],
+    )
+
+
+def test_a_signal_while_a_failed_round_ends_reaches_the_next_workers_once(tmp_path: Path) -> None:
+    """Also those of a rank that was still running, for which it is kept, too."""
+    (tmp_path / "train.py").write_text(
+        "import os, signal, sys, time\n"
+        "attempt, rank = (int(os.environ[name]) for name in ('TORCHELASTIC_RESTART_COUNT', 'RANK'))\n"
+        "def told(*_): os.write(1, f'told {attempt} {rank}\\n'.encode())\n"
+        "if not attempt and not rank: raise ValueError\n"
+        "if attempt: signal.signal(signal.SIGUSR1, told)\n"
+        "time.sleep(2 if attempt else 30)\nsys.exit(75)\n"
+    )
+    text = """
+import signal, sys
+from zerorun.launcher.cli import main
+from zerorun.launcher.job import Job
+on_end, told = Job.on_end, []
+def told_then(job, rank, returncode, *rest):
+    on_end(job, rank, returncode, *rest)
+    if not told:
+        told.append(job.on_signal(signal.SIGUSR1))
+Job.on_end = told_then
+sys.exit(main(["--max-restarts=3", "--nproc-per-node=2", "train.py"]))
+"""
+    command = [sys.executable, "-c", text]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30 * patience(), check=False)
+    assert done.returncode == 75 and "restart 1 of 3" in done.stderr and "restart 2" not in done.stderr, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 1] told 1 1", "told 1 0"]
+
+
 def test_workers_that_ask_by_themselves_are_started_again_here(tmp_path: Path) -> None:
     script = TRAINS + "train(attempt, attempt + 1)\nsys.exit(75 * (attempt == 0))\n"
     code, err = launch(tmp_path, script, "--max-restarts=3")

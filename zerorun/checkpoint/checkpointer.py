@@ -66,6 +66,7 @@ class Checkpointer:
         self.expected = self.inventory.describe()  # the model as it was when the engine was created
         self._rank_buffers = RankBuffers(subject.topology)
         self._saver: Saver | None = None
+        self.data_moves = 0  # loads that have moved the data loader
         self._adapters: dict[str, bytes] | None = None  # adapters.json by name; {}: no adapters; None: not yet made
         self.check_point: Callable[[str], None] = lambda point: None  # tests interrupt a save here
 
@@ -488,6 +489,7 @@ class Checkpointer:
         if with_data and hasattr(self.run.dataloader, "load_state_dict") and self._has_position(manifest):
             own = manifest.data[self._place_in(manifest, manifest.data)]
             self.run.dataloader.load_state_dict(decode(own, tensors))
+            self.data_moves += 1
             lines.append("position in the data")
         if manifest.rng is None or not wanted.random_numbers:
             return lines

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..data import RepeatingLoader
+from ..data import EpochLoader, RepeatingLoader
 from ..distributed.device import CPU, Clock, on_device, synchronize
 from ..distributed.same_data import agree, all_alike, checksum, inputs_and_labels, is_cheap, summands
 from ..distributed.transport.connect import connect_links
@@ -78,7 +78,8 @@ class PipelineEngine(Engine):
             Clock(self.device),
         )
         self._batch_fn: Callable[[Any], Any] | None = None
-        self._data: Iterator[Any] | None = None
+        self._given: Iterator[Any] | None = None  # by set_dataiterator()
+        self._repeated: tuple[int, RepeatingLoader] | None = None  # (loads that had moved the loader, over the loader)
         self._schedules: dict[int, PipelineSchedule] = {}  # by number of micro-batches
         self._times: Times | None = None
         self._batches = 0
@@ -169,12 +170,12 @@ class PipelineEngine(Engine):
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Set the iterator from which ``train_batch`` without an argument takes its data."""
-        self._data = iterator
+        self._given = iterator
 
     def set_dataloader(self, loader: Any) -> None:
         """Let ``train_batch`` without an argument take its data from this loader, which is repeated without end."""
         super().set_dataloader(loader)
-        self._data = None
+        self._given = self._repeated = None
 
     def is_first_stage(self) -> bool:
         return self.topology.pipe_rank == 0
@@ -326,9 +327,16 @@ class PipelineEngine(Engine):
         )
 
     def _own_data(self) -> Iterator[Any] | None:
-        if self._data is None and self.dataloader is not None:
-            self._data = RepeatingLoader(self.dataloader)
-        return self._data
+        """Return what goes on with each step: the iterator that was set, or one over the data loader, without end.
+
+        After a load, loaders go on from there with a new iterator. Those of our own move the one that there is, too.
+        """
+        if self._given is not None or self.dataloader is None:
+            return self._given
+        moves = 0 if isinstance(self.dataloader, EpochLoader) else self.checkpointer.data_moves
+        if self._repeated is None or self._repeated[0] != moves:
+            self._repeated = moves, RepeatingLoader(self.dataloader)
+        return self._repeated[1]
 
     def _begin(self, value: Any) -> Any:
         return cast_floats(value, self.compute_dtype) if self.compute_dtype is not None else value
