@@ -6203,6 +6203,8 @@ MUTANTS = (
         "        with without_hooks_after(model.module):",
         "        if True:",
         ("tests/ranks/test_whole_loads.py", "-k", "hooks_after"),
+    ),
+    Mutant(
         "pipelines-read-on-where-they-were-before-a-load",
         "stale",
         "zerorun/engine/pipeline_engine.py",
