@@ -2242,7 +2242,7 @@ MUTANTS = (
         "crashes-are-differences",
         "swallowed",
         "zerorun/verify/__main__.py",
-        "    except Exception as error:  # of the script's own code, and perhaps on this rank alone",
+        "    except (Exception, SystemExit) as error:  # of the script's own code, and perhaps on this rank alone",
         "    except MemoryError as error:",
         ("tests/ranks/test_verify.py::test_a_loss_that_raises_is_no_difference",),
     ),
@@ -4659,6 +4659,14 @@ MUTANTS = (
         "    _refuse_long_sequences(shape, goal)",
         "",
         ("tests/unit/test_plan_search.py", "-k", "table_of_positions"),
+    ),
+    Mutant(
+        "a-model-that-ends-the-program",
+        "swallowed",
+        "zerorun/model_setup/model_factory.py",
+        "    except (Exception, SystemExit) as error:  # a program that ends here would seem to have done its work",
+        "    except Exception as error:",
+        ("tests/unit/test_plan_command.py", "-k", "test_bad_arguments"),
     ),
     Mutant(
         "resized-steps-overflow-on-an-fp16-wire",
