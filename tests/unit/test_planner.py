@@ -217,6 +217,9 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
     path.write_text('{"hidden_size": 8}', encoding="utf-8")
     with pytest.raises(ConfigError, match="num_hidden_layers = null: is not in the configuration of the model"):
         read_shape(path)
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_shape(path)
     for text, reason in (
         ("384H100", "is no number of GPUs"),
         ("²xH100", "is no number of GPUs"),
@@ -233,7 +236,16 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        *("--failure-hours=inf", "--failure-hours=0", "--nics=0", "--tokens=-1e9", "--tokens=nan", "--price=-2"),
+        *(
+            "--failure-hours=inf",
+            "--failure-hours=0",
+            "--nics=0",
+            "--host-memory=-1",
+            "--tokens=-1e9",
+            "--tokens=nan",
+            "--price=-2",
+        ),
+        "--host-memory=-1",
         *("--days=-3", "--days=nan", "--disk=-5", "--disk=inf", "--batch=0", "--sequence=1.5", "--gpus-per-node=0"),
     ],
 )
