@@ -34,6 +34,13 @@ def gpt():
 def breaks():
     return {{}}["weights"]
 
+def leaves():
+    sys.exit(0)
+
+def leaves_in_the_loss():
+    model, pairs, _ = gpt()
+    return model, pairs, lambda model, batch: sys.exit(0)
+
 def apart():
     model, pairs, loss = gpt()
     return model, pairs, lambda model, batch: loss(model, batch) * (1 + 0.001 * dist.get_rank())
@@ -94,6 +101,8 @@ def test_fewer_blocks_are_said(tmp_path: Path) -> None:
     [
         ("TASKS", {}, "Remedy"),
         ("breaks", {}, "the function to be verified raised KeyError: 'weights'"),
+        ("leaves", {}, "the function to be verified raised SystemExit: 0"),
+        ("leaves_in_the_loss", {}, "the model or the loss raised SystemExit: 0"),
         ("gpt", {"communication_data_type": "bf16"}, "ranks compute with rounded values"),
     ],
 )

@@ -151,7 +151,7 @@ def test_what_is_not_planned_for_a_kind_is_refused(kind: str) -> None:
 
 def test_fp8_of_a_plan_fits_the_layers() -> None:
     """Of a kind whose layers are others, and of sides that are no multiple of 16, whole or on a tensor rank."""
-    gpt2 = {**LLAMA, "model_type": "gpt2"}
+    gpt2 = {**LLAMA, "model_type": "gpt2", "n_positions": 4096}
     with pytest.raises(ConfigError, match=r'goal\.precision = "fp8": is for nn\.Linear'):
         zerorun.plan_run(gpt2, "8xH100", {"precision": "fp8"})
     with pytest.raises(ConfigError, match="sides that are multiples of 16, and 'gate' has others"):

@@ -35,6 +35,13 @@ def nothing():
 
 def breaks():
     return {}["weights"]
+
+def leaves():
+    raise SystemExit(0)
+
+def talks():
+    print("made")
+    return net()
 """
 
 
@@ -92,6 +99,7 @@ def test_ranks_beyond_the_world_have_none() -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "planned_models.py").write_text(MODELS)
     (tmp_path / "breaks_at_import.py").write_text("absent")
+    (tmp_path / "leaves_at_import.py").write_text("import sys; sys.exit(0)")
     (tmp_path / "ds.json").write_text(json.dumps(make_config(3, precision="bf16")))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -118,6 +126,13 @@ def test_the_command_gives_json(folder: Path, capsys: pytest.CaptureFixture[str]
     assert "rank 63 of 64" in as_table(plan)
 
 
+def test_what_a_model_prints_is_not_in_the_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--json", model="planned_models:talks") == 0
+    out, err = capsys.readouterr()
+    assert from_json(out).topology.world_size == 64
+    assert err.startswith("made\n")
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -127,7 +142,11 @@ def test_the_command_gives_json(folder: Path, capsys: pytest.CaptureFixture[str]
             {"model": "breaks_at_import:net"},
             ("breaks_at_import", "raised NameError: name 'absent' is not defined", "Remedy"),
         ),
+        ({"model": "planned_models:leaves"}, ("planned_models:leaves raised SystemExit: 0", "Remedy")),
+        ({"model": "leaves_at_import:net"}, ("leaves_at_import ended the program by sys.exit(0)", "__main__")),
         ({"model": "nowhere:net"}, ("nowhere", "module:function")),
+        ({"model": "./planned_models.py:net"}, ("without folders and .py", "give planned_models:net")),
+        ({"model": "models/gpt:net"}, ("without folders and .py", "give models.gpt:net")),
         ({"world": "0"}, ("--world-size 0", "at least 1")),
     ],
 )

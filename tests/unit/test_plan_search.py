@@ -22,13 +22,14 @@ from test_planner import DEEPSEEK_V3, LLAMA_8B, QWEN3_235B
 import zerorun
 from zerorun.config import load_config
 from zerorun.errors import ConfigError, DoesNotFitError
+from zerorun.log import in_bytes
 from zerorun.pipeline import cli as schedule
 from zerorun.plan.make_plan import planned_topology
 from zerorun.planner import cli
 from zerorun.planner.calibration import calibration_of, fitted
 from zerorun.planner.candidate import GATHERS, REDUCTIONS, TENSOR, KernelGeneration, RunCandidate, candidate_config
 from zerorun.planner.footprint import CONTEXT, footprint, footprints
-from zerorun.planner.hardware import GB, Cluster, cluster_of
+from zerorun.planner.hardware import GB, GPUS, Cluster, cluster_of
 from zerorun.planner.memory_picture import step_picture
 from zerorun.planner.model_configs import shape_of
 from zerorun.planner.model_shape import ModelShape
@@ -41,6 +42,8 @@ OLMO_7B = ModelShape(32, 4096, 32, 32, 128, 11008, 3, 50304, gains=0, final_gain
 OLMO_70B = ModelShape(80, 8192, 64, 8, 128, 28672, 3, 32000)
 FALCON_40B = ModelShape(60, 8192, 128, 8, 64, 32768, 2, 65024, True, gains=4, final_gains=2)
 LLAMA_405B = ModelShape(126, 16384, 128, 8, 128, 53248, 3, 128256)
+GPT2 = {"model_type": "gpt2", "num_hidden_layers": 12, "hidden_size": 768, "num_attention_heads": 12, "vocab_size": 50257}
+GPT2 |= {"n_positions": 1024}
 MIXTRAL = {**LLAMA_8B, "model_type": "mixtral", "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2}
 OF_10B = ModelShape(40, 4608, 36, 36, 128, 12288, 3, 50304)
 
@@ -305,6 +308,43 @@ def test_parameters_and_disks_are_looked_at_when_nothing_faster_fits() -> None:
     assert load_config(candidate_config(on_disk[0].candidate)).zero_optimization.offload_optimizer.device == "nvme"
     tight = replace(small, host_memory=400e9, gpu=replace(small.gpu, memory=12e9))
     assert {one.candidate.offload_params for one in search(OLMO_7B, tight, goal)} == {True}
+
+
+def test_what_a_node_keeps_in_host_memory_is_told_beside_its_room(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "model.json").write_text(json.dumps(LLAMA_8B))
+    asked = ["--model", str(tmp_path / "model.json"), "--gpus", "4xRTX4090", "--sequence", "2048", "--batch", "4"]
+    assert cli.main([*asked, "--host-memory", "256"]) == 0
+    plan = zerorun.plan_run(LLAMA_8B, replace(cluster_of("4xRTX4090"), host_memory=256e9), {"sequence": 2048, "batch": 4})
+    taken = plan.as_json()["node_host_bytes"]
+    assert 12 * plan.shape.parameters < taken == 4 * plan.best.memory.host < 256e9
+    assert f"host memory of a node {in_bytes(taken):>15} of {in_bytes(256e9)}" in capsys.readouterr().out
+    assert cli.main([*asked, "--host-memory", "64"]) == 2
+    assert "more host memory" in capsys.readouterr().err
+
+
+def test_the_memory_of_a_cpu_is_the_hosts() -> None:
+    """States that are moved to host memory stay where they were, and there is no CUDA: only disks make room."""
+    cpu = replace(cluster_of("2xRTX4090"), gpu=replace(GPUS["RTX4090"], is_host=True, memory=48e9))
+    goal = Goal(512, 2, "fp32")
+    with pytest.raises(DoesNotFitError):
+        search(OLMO_7B, cpu, goal)
+    assert all(one.candidate.states_on_disk for one in search(OLMO_7B, replace(cpu, disk=6 * GB), goal))
+    resident = footprint(OLMO_7B, RunCandidate(2, stage=3, shard=2, sequence=512, precision="fp32"))
+    moved = footprint(OLMO_7B, RunCandidate(2, stage=3, shard=2, sequence=512, precision="fp32", offload_optimizer=True))
+    assert moved.needed(cpu.gpu) >= resident.needed(cpu.gpu)
+    assert moved.needed(GPUS["RTX4090"]) < resident.needed(GPUS["RTX4090"])
+    small = replace(cpu, gpu=replace(cpu.gpu, memory=2e9))
+    assert search(shape_of(GPT2), small, Goal(128, 4, "fp32"))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_sequences_are_as_long_as_the_table_of_positions(kind: str) -> None:
+    shape, small = shape_of({**GPT2, "model_type": kind, "intermediate_size": 3072}), cluster_of("2xA100")
+    assert search(shape, small, Goal(1024, 2))
+    with pytest.raises(ConfigError, match=r"2048: is more than the 1,02. positions.*\n?.*--sequence"):
+        search(shape, small, Goal(2048, 2))
 
 
 def test_gradients_come_to_host_memory_in_every_micro_batch() -> None:

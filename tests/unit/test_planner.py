@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from zerorun.errors import ConfigError
 from zerorun.planner import cli
-from zerorun.planner.calibration import Calibration, Constants, calibration_of, fitted
+from zerorun.planner.calibration import Calibration, Constants, calibration_of, fitted, save_local
 from zerorun.planner.candidate import KernelGeneration, RunCandidate
-from zerorun.planner.hardware import GB, GPUS, Cluster, cluster_of
+from zerorun.planner.hardware import GB, GPUS, LOCAL, Cluster, cluster_of
 from zerorun.planner.links import RankGroup, all_reduce_seconds, bandwidth, exchange_seconds, gather_seconds
 from zerorun.planner.model_configs import read_shape, shape_of
 from zerorun.planner.model_shape import ModelShape
@@ -217,6 +217,9 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
     path.write_text('{"hidden_size": 8}', encoding="utf-8")
     with pytest.raises(ConfigError, match="num_hidden_layers = null: is not in the configuration of the model"):
         read_shape(path)
+    path.write_text("[" * 100_000, encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_shape(path)
     for text, reason in (
         ("384H100", "is no number of GPUs"),
         ("²xH100", "is no number of GPUs"),
@@ -233,7 +236,16 @@ def test_bad_input_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "argument",
     [
-        *("--failure-hours=inf", "--failure-hours=0", "--nics=0", "--tokens=-1e9", "--tokens=nan", "--price=-2"),
+        *(
+            "--failure-hours=inf",
+            "--failure-hours=0",
+            "--nics=0",
+            "--host-memory=-1",
+            "--tokens=-1e9",
+            "--tokens=nan",
+            "--price=-2",
+        ),
+        "--host-memory=-1",
         *("--days=-3", "--days=nan", "--disk=-5", "--disk=inf", "--batch=0", "--sequence=1.5", "--gpus-per-node=0"),
     ],
 )
@@ -296,6 +308,18 @@ def test_a_machine_that_was_measured_can_be_planned_for(
     (tmp_path / "model.json").write_text(json.dumps({**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 1000}))
     assert cli.main(["--model", str(tmp_path / "model.json"), "--gpus", "1xlocal", "--precision", "fp32"]) == 0
     assert "on 1 local, fp32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kept", ["[]", '{"1": 3}', '{"1": {"gpu": {}}}', "null", "{"])
+def test_what_another_version_measured_is_measured_again(
+    kept: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZERORUN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "planner.json").write_text(kept)
+    with pytest.raises(ConfigError, match="run zerorun-plan --calibrate --ranks 1"):
+        cluster_of("1xlocal")
+    save_local(replace(GPUS["H100"], name=LOCAL, is_host=True), 0.5, 1e-3, 1e-9)
+    assert 0 < cluster_of("1xlocal").host_memory < 2**60  # what this machine has
 
 
 @pytest.mark.nightly

@@ -35,6 +35,12 @@ def host_limits(root: Path = Path("/")) -> list[Limit]:
     return [*_node(root, swap), *_cgroups(root, swap), *_process(root)]
 
 
+def node_room(root: Path = Path("/")) -> int | None:
+    """Return how many more bytes all processes of this node and control group can take; None if it is not known."""
+    shared = [limit.available for limit in host_limits(root) if limit.cgroup is not None]
+    return min(shared, default=None)
+
+
 def node_name(root: Path = Path("/")) -> str:
     """Return the host's name and the beginning of its kernel's boot id, because several hosts may have one name."""
     boot = _text(root / "proc/sys/kernel/random/boot_id")

@@ -15,10 +15,19 @@ from ..errors import ModelError, ZerorunError
 def function_from(name: str) -> Callable[[], Any]:
     """Return the function ``module:function``. Raises ModelError if there is none, or if its module cannot be imported."""
     module_name, _, function = name.partition(":")
+    if module_name.endswith(".py") or "/" in module_name or module_name.startswith("."):
+        imported = module_name.removesuffix(".py").strip("./").replace("/", ".")
+        told = f"{name}: a module is named as an import names it, without folders and .py"
+        raise ModelError(f"{told}. Remedy: give {imported}:{function}, in a folder from which Python imports {imported}.")
     try:
         found = getattr(importlib.import_module(module_name), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise ModelError(f"{name}: {error}. Remedy: give module:function, with a module that Python can import.") from error
+    except SystemExit as error:  # a script that does its work as it is imported
+        remedy = 'Remedy: put what it does behind if __name__ == "__main__".'
+        raise ModelError(
+            f"{name}: {module_name} ended the program by sys.exit({error}), as it was imported. {remedy}"
+        ) from error
     except Exception as error:  # of the module itself
         raised = f"{module_name} raised {type(error).__name__}: {error}, as it was imported"
         raise ModelError(f"{name}: {raised}. Remedy: import it by itself, and mend it.") from error
@@ -34,7 +43,7 @@ def model_from(name: str) -> nn.Module:
         model = factory()
     except ZerorunError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a program that ends here would seem to have done its work
         told = f"--model {name} raised {type(error).__name__}: {error}"
         where = f" on the device {torch.get_default_device()}, as here" if torch.get_default_device().type == "meta" else ""
         raise ModelError(f"{told}. Remedy: call it by itself{where}, and mend it.") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 
 import torch
@@ -33,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     sys.path.insert(0, "")
     try:
-        plan = plan_of(given.model, given.config, given.world_size, given.rank, given.ranks_per_node, given.device)
+        with redirect_stdout(sys.stderr):  # what the model's own code prints is no part of the plan
+            plan = plan_of(given.model, given.config, given.world_size, given.rank, given.ranks_per_node, given.device)
     except (ZerorunError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -17,7 +17,7 @@ from .hardware import GB, Cluster, cluster_of
 from .links import RankGroup
 from .model_configs import read_shape, shape_of
 from .model_shape import ModelShape
-from .search import Goal, Timed, least_gpus, search, sizes_up_to
+from .search import Goal, Timed, least_gpus, on_node, search, sizes_up_to
 from .step_time import RankFamily, StepModel
 
 _NEXT = 5  # configurations that are shown beside the best one
@@ -151,7 +151,8 @@ class RunPlan:
             "calibrated": self.calibrated,
             "mfu": self.mfu,
             "memory": {**self.best.memory.kinds, "activations": self.best.memory.activations},
-            "needed_bytes": self.best.memory.needed,
+            "needed_bytes": self.best.memory.needed(self.cluster.gpu),
+            "node_host_bytes": on_node(self.best.memory, self.cluster),
             "sent_bytes": self.links,
             **self._whole_run,
             "save_every_seconds": self.save_every,
@@ -194,7 +195,11 @@ class RunPlan:
         yield "where the memory goes, on the GPU that needs the most"
         kinds = {**best.memory.kinds, "gradients on their way": best.memory.made, "activations": best.memory.activations}
         yield from (f"  {kind:<26}{in_bytes(size):>11}" for kind, size in kinds.items() if size)
-        yield f"  {'with CUDA, NCCL and spare':<26}{in_bytes(best.memory.needed):>11} of {in_bytes(cluster.gpu.memory)}"
+        spare = "with the process and spare" if cluster.gpu.is_host else "with CUDA, NCCL and spare"
+        yield f"  {spare:<26}{in_bytes(best.memory.needed(cluster.gpu)):>11} of {in_bytes(cluster.gpu.memory)}"
+        on_host = on_node(best.memory, cluster)
+        if on_host and not cluster.gpu.is_host:
+            yield f"  {'host memory of a node':<26}{in_bytes(on_host):>11} of {in_bytes(cluster.host_memory)}"
         sent = {what: size for what, size in self.links.items() if size}
         if sent:
             yield "what a GPU sends in a step"

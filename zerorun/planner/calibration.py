@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from .candidate import KernelGeneration
-from .hardware import GPUS, LOCAL, Gpu, local_file, local_values
+from .hardware import GPUS, LOCAL, Gpu, local_file, local_measurements, local_values
 
 _OUTSIDE = 0.05  # of the runs, on each side of a range
 _ENOUGH = 20  # runs of which a range is said
@@ -145,9 +145,6 @@ def calibration_of(gpu: Gpu) -> Calibration:
 def save_local(gpu: Gpu, efficiency: float, host: float, update: float) -> None:
     """Keep what was measured of this machine, beside what was measured with other numbers of ranks."""
     local_file().parent.mkdir(parents=True, exist_ok=True)
-    try:
-        found = json.loads(local_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = {}
+    found = local_measurements()
     found[str(gpu.processes)] = {"gpu": asdict(gpu), "efficiency": efficiency, "host": host, "update": update}
     local_file().write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -53,6 +53,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--compile", action="store_true", help="blocks are compiled")
     add("--no-offload", action="store_true", help="keep optimizer states on the GPUs")
     add("--disk", type=amount, default=0.0, metavar="GBS", help="gigabytes per second of a node's disks, for states")
+    add("--host-memory", type=above_zero, metavar="GB", help="gigabytes of host memory of a node (default: 2000)")
     add("--nics", type=above_zero, metavar="GBPS", help="gigabits per second of all network cards of a node")
     add("--gpus-per-node", type=positive, default=8, metavar="N", help="default: 8")
     add("--days", type=amount, default=0.0, metavar="N", help="say how many GPUs are done with --tokens in so many days")
@@ -99,7 +100,7 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
         days=args.days,
         failure_hours=args.failure_hours,
     )
-    cluster = cluster_of(args.gpus, nics_gbps=args.nics, per_node=args.gpus_per_node)
+    cluster = cluster_of(args.gpus, nics_gbps=args.nics, per_node=args.gpus_per_node, host_gigabytes=args.host_memory)
     plan = plan_run(args.model, replace(cluster, disk=args.disk * GB), goal)
     if args.write:
         Path(args.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")

@@ -21,7 +21,7 @@ from .candidate import KernelGeneration, RunCandidate, candidate_config
 from .footprint import footprint
 from .hardware import Cluster
 from .model_shape import ModelShape
-from .search import Goal, Timed, expert_degrees, fits, has_blocks_everywhere, odd_layer
+from .search import Goal, Timed, expert_degrees, fits, has_blocks_everywhere, odd_layer, on_node
 from .step_time import StepModel
 
 _ZERO = "zero_optimization."
@@ -104,14 +104,18 @@ class Comparison:
             "time_ratio": self.ratio,
             "step_seconds": self.given.step.seconds,
             "causes": self.given.step.causes,
-            "needed_bytes": self.given.memory.needed,
+            "needed_bytes": self.given.memory.needed(self.plan.cluster.gpu),
+            "node_host_bytes": on_node(self.given.memory, self.plan.cluster),
             "fits": self.fits,
             "not_counted": self.not_counted,
         }
 
     def page(self) -> Iterator[str]:
         """Yield the lines to print."""
-        memory = f"{in_bytes(self.given.memory.needed)} of {in_bytes(self.plan.cluster.gpu.memory)}"
+        gpu, on_host = self.plan.cluster.gpu, on_node(self.given.memory, self.plan.cluster)
+        memory = f"{in_bytes(self.given.memory.needed(gpu))} of {in_bytes(gpu.memory)}"
+        if on_host and not gpu.is_host:
+            memory += f" and, of a node's host memory, {in_bytes(on_host)} of {in_bytes(self.plan.cluster.host_memory)}"
         yield f"{self.path}: {named(self.given.candidate)}"
         yield f"  {self.ratio:.2f} x the time for a sequence; needs {memory}{'' if self.fits else ': too much'}"
         if self.not_counted:

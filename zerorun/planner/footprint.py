@@ -16,6 +16,7 @@ from math import prod
 from ..pipeline.partition import LayerFacts, bounds_of
 from ..pipeline.schedule.schedules import INTERLEAVED, ZERO_BUBBLE
 from .candidate import KernelGeneration, RunCandidate
+from .hardware import Gpu
 from .model_shape import ModelShape
 from .states_at_rest import AtRest, Placed, at_rest
 
@@ -26,6 +27,7 @@ _NARROW = 4  # the same for each element of a narrow vector: as it is, and after
 _LOGIT = 12  # bytes for each logit: in 2 bytes, in fp32, and its gradient
 _KEPT_SHARE = 0.4  # of what "full" frees, kept by "selective"
 CONTEXT = 2.5 * 2**30  # bytes that CUDA and NCCL take
+_PROCESS = 0.5 * 2**30  # the same of Python and PyTorch, where a rank is on a CPU
 _SPARE = 1.05
 
 
@@ -57,15 +59,22 @@ class Footprint:
         """The device's peak in a step, without what CUDA and NCCL take."""
         return self.rest.device + self.activations
 
-    @property
-    def needed(self) -> float:
-        """The bytes that a GPU should have."""
-        return needed(self.device)
+    def needed(self, gpu: Gpu) -> float:
+        """Return the bytes that a ``gpu`` should have."""
+        return needed(gpu, self.device, self.host)
 
 
-def needed(device: int) -> float:
-    """Return the bytes that a GPU should have for ``device`` bytes: with CUDA, NCCL and 5 % to spare."""
-    return device * _SPARE + CONTEXT
+def needed(gpu: Gpu, device: int, host: int) -> float:
+    """Return the bytes that a ``gpu`` should have for a rank's bytes: with CUDA, NCCL and 5 % to spare.
+
+    The memory of a CPU is the host's: what is moved to the ``host`` stays in it.
+    """
+    return (device + (host if gpu.is_host else 0)) * _SPARE + context(gpu)
+
+
+def context(gpu: Gpu) -> float:
+    """Return the bytes that a rank takes before it has a model."""
+    return _PROCESS if gpu.is_host else CONTEXT
 
 
 def footprint(shape: ModelShape, candidate: RunCandidate) -> Footprint:

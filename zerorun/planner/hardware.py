@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, ConfigProblem
 from ..log import counted
+from ..memory.limits import node_room
 from ..ops.build import cache_folder
 from .number_checks import not_finite, not_whole
 
@@ -130,12 +131,25 @@ def local_file() -> Path:
     return cache_folder(os.environ) / "planner.json"
 
 
+def local_measurements() -> dict[str, dict[str, Any]]:
+    """Return what was measured of this machine, by numbers of ranks, but for what another version wrote."""
+    try:
+        found = json.loads(local_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {ranks: values for ranks, values in found.items() if _is_whole(values)} if isinstance(found, dict) else {}
+
+
+def _is_whole(values: Any) -> bool:
+    if not isinstance(values, dict) or values.keys() != {"gpu", "efficiency", "host", "update"}:
+        return False
+    gpu = values["gpu"]
+    return isinstance(gpu, dict) and gpu.keys() == {field.name for field in fields(Gpu)}
+
+
 def local_values(ranks: int) -> dict[str, Any]:
     """Return what was measured of this machine with ``ranks`` at once; on GPUs, with any number. Raises ConfigError."""
-    try:
-        found: dict[str, dict[str, Any]] = json.loads(local_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = {}
+    found = local_measurements()
     for values in (found.get(str(ranks)), *(each for each in found.values() if not each["gpu"]["is_host"])):
         if values is not None:
             return values
@@ -154,8 +168,13 @@ def gpu_of(name: str, ranks: int = 1) -> Gpu:
     return GPUS[_KNOWN[name.upper()]]
 
 
-def cluster_of(text: str, *, nics_gbps: float | None = None, per_node: int = 8) -> Cluster:
-    """Read "384xH100". ``nics_gbps``: gigabits per second of all cards of a node, one way. Raises ConfigError."""
+def cluster_of(
+    text: str, *, nics_gbps: float | None = None, per_node: int = 8, host_gigabytes: float | None = None
+) -> Cluster:
+    """Read "384xH100". ``nics_gbps``: gigabits per second of all cards of a node, one way. Raises ConfigError.
+
+    ``host_gigabytes``: a node's host memory; default, that of Cluster, and on this machine what is free.
+    """
     count, _, name = text.partition("x")
     is_count = count.isascii() and count.isdecimal() and 1 <= int(count[:10]) <= _MOST_GPUS
     if not is_count or not name:
@@ -168,4 +187,6 @@ def cluster_of(text: str, *, nics_gbps: float | None = None, per_node: int = 8) 
         remedy = "use whole nodes, or say how many are in a node with --gpus-per-node."
         raise ConfigError([ConfigProblem("gpus", text, f"does not fill nodes of {per_node} GPUs.", remedy)])
     nics = gpu.nics if nics_gbps is None else nics_gbps * GB / 8
-    return Cluster(gpu, number, per_node, nics)
+    room = node_room() if gpu.name == LOCAL else None
+    host = host_gigabytes * GB if host_gigabytes is not None else float(room or Cluster.host_memory)
+    return Cluster(gpu, number, per_node, nics, host)

@@ -14,7 +14,7 @@ from ..errors import ConfigError, ConfigProblem
 from ..pipeline.schedule.actions import ActionKind
 from ..pipeline.schedule.timeline import COLOURS, save
 from .answer import RunPlan, named
-from .footprint import CONTEXT, activations, footprints, heaviest, layers_of_stages
+from .footprint import activations, context, footprints, heaviest, layers_of_stages
 from .step_time import StepModel
 
 _MOST_MICRO_BATCHES = 16  # that are drawn, and two of each stage; what follows looks alike
@@ -85,7 +85,7 @@ def step_picture(plan: RunPlan) -> StepPicture:
     bars += _after(bars[-1][2], model, step.causes)
     moments.append((bars[-1][2], 0.0))
     states = {name: float(sum(memory.kinds.get(kind, 0) for kind in kinds)) for name, kinds in _STATES.items()}
-    states["CUDA and NCCL"] = CONTEXT
+    states["CUDA and NCCL"] = context(plan.cluster.gpu)
     return StepPicture(stage, tuple(bars), states, tuple(moments), drawn, c.accumulation)
 
 

@@ -37,7 +37,7 @@ def read_shape(path: str | Path) -> ModelShape:
     """Read a ``config.json``. Raises ConfigError if it cannot be read, or is of a model that cannot be planned."""
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             [ConfigProblem("model", str(path), f"cannot be read: {error}.", "give a config.json.")]
         ) from error

@@ -95,8 +95,9 @@ def search(
     """Return what fits, the fastest first. The schedules of the first ``simulated`` are simulated, and of all that may be
     faster than these.
 
-    Raises DoesNotFitError if nothing does.
+    Raises DoesNotFitError if nothing does, and ConfigError for sequences that the model does not take.
     """
+    _refuse_long_sequences(shape, goal)
     calibration = calibration or calibration_of(cluster.gpu)
     found = []
     for candidate, memory in fitting(shape, cluster, goal):
@@ -105,7 +106,7 @@ def search(
         raise DoesNotFitError(
             f"no configuration of {cluster.gpus} {cluster.gpu.name} fits {shape.parameters:,} parameters with sequences of "
             f"{goal.sequence} tokens and a batch of {goal.batch_on(cluster.gpus)}. Remedy: more GPUs, GPUs with more "
-            "memory, shorter sequences, or a batch that more degrees divide."
+            "memory, more host memory for offload, shorter sequences, or a batch that more degrees divide."
         )
     found.sort(key=lambda one: one.step.seconds)
     best: list[Timed] = []
@@ -136,7 +137,7 @@ def _placed(
     kept: dict[str, dict[int, int]] = {}  # peaks of activations, which are the same for all placements
     for placed in placements:
         rest = states(shape, placed)
-        if needed(max(lying.device for lying in rest.values())) > cluster.gpu.memory:
+        if max(needed(cluster.gpu, lying.device, lying.host) for lying in rest.values()) > cluster.gpu.memory:
             continue  # whatever is computed again
         dominated = min((again for other, again in found if _never_slower(other, placed)), default=len(order))
         for again, checkpointing in enumerate(order[:dominated]):
@@ -160,6 +161,7 @@ def _placements(candidate: RunCandidate, cluster: Cluster, goal: Goal) -> Iterat
     """Yield where states and parameters may be, each before those that it dominates. See [Note: dominance].
 
     One replica has nothing to divide: it is at stage 2 for gradients that leave the device, at 3 for parameters that do.
+    A CPU has no other host memory than its own, and disks alone make room.
     """
     alone = candidate.replicas == 1
     if not alone or candidate.stage < 2:
@@ -170,7 +172,8 @@ def _placements(candidate: RunCandidate, cluster: Cluster, goal: Goal) -> Iterat
     places = [] if alone and candidate.stage == 3 else [host]
     if candidate.stage == 3 and goal.offload_params:
         places.append(replace(host, offload_params=True))
-    yield from places
+    if not cluster.gpu.is_host:
+        yield from places
     if cluster.disk and candidate.precision != "bf16-pure":
         yield from (replace(one, states_on_disk=True) for one in places)
 
@@ -182,8 +185,13 @@ def has_blocks_everywhere(shape: ModelShape, candidate: RunCandidate) -> bool:
 
 def fits(memory: Footprint, cluster: Cluster) -> bool:
     """True if the device and the node's host memory have room."""
-    room = memory.needed <= cluster.gpu.memory
-    return room and memory.host * min(cluster.per_node, cluster.gpus) <= cluster.host_memory
+    room = memory.needed(cluster.gpu) <= cluster.gpu.memory
+    return room and (cluster.gpu.is_host or on_node(memory, cluster) <= cluster.host_memory)
+
+
+def on_node(memory: Footprint, cluster: Cluster) -> int:
+    """Return the bytes of host memory that the ranks of a node take."""
+    return memory.host * min(cluster.per_node, cluster.gpus)
 
 
 def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCandidate]:
@@ -219,6 +227,14 @@ def degrees(shape: ModelShape, cluster: Cluster, goal: Goal) -> Iterator[RunCand
                     wire_bytes=2 if goal.precision == "bf16-pure" else 4,
                 )
                 yield from _stages(shape, cluster, goal, base, batch // data)
+
+
+def _refuse_long_sequences(shape: ModelShape, goal: Goal) -> None:
+    """Raise ConfigError for sequences with more tokens than the model has positions in its table."""
+    if 0 < shape.positions < goal.sequence:
+        reason = f"is more than the {shape.positions:,} positions that the model has a table of."
+        remedy = "use at most as many (--sequence), or write more of them into the configuration of the model."
+        raise ConfigError([ConfigProblem("goal.sequence", goal.sequence, reason, remedy)], "goal")
 
 
 def _refuse_fp8(shape: ModelShape, goal: Goal) -> None:

@@ -26,6 +26,7 @@ from ..distributed.transport import world
 from ..distributed.transport.communicator import Communicator
 from ..distributed.transport.process_group import init_distributed
 from ..errors import LaunchError
+from ..memory.limits import node_room
 from ..ops.single_pass import Adam
 from .calibration import fitted, save_local
 from .candidate import KernelGeneration, RunCandidate
@@ -142,7 +143,7 @@ def measure(ranks: int) -> None:
         peak=rate,
         matmul=rate,
         fp8=1.0,
-        memory=float(free_bytes(device) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / ranks,
+        memory=_memory(device, ranks),
         hbm=memory,
         nvlink=gathers.rate / NVLINK,
         multiprocessors=1,  # waves of tiles are in what is measured
@@ -168,6 +169,13 @@ def measure(ranks: int) -> None:
     update = clock.seconds(_update(device)) / _UPDATED
     if ranks == 1 or world.rank() == 0:
         save_local(gpu, efficiency, host, update)
+
+
+def _memory(device: torch.device, ranks: int) -> float:
+    """Return the bytes that each of ``ranks`` can have: a GPU's, which it may share, or its part of this machine's."""
+    if on_gpu(device):
+        return float(free_bytes(device) or 0) / -(-ranks // gpu_count())
+    return float(node_room() or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / ranks
 
 
 def _cores_of_ranks(ranks: int) -> list[list[int]]:

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if is_rank_zero():
             print(f"zerorun verify: {error}", file=sys.stderr)
         return REFUSED
-    except Exception as error:  # of the script's own code, and perhaps on this rank alone
+    except (Exception, SystemExit) as error:  # of the script's own code, and perhaps on this rank alone
         traceback.print_exc()
         told = f"the model or the loss raised {type(error).__name__}: {error}, on rank {own_rank()}. Nothing was compared."
         print(f"zerorun verify: {told} Remedy: train it in one process, and mend it.", file=sys.stderr)

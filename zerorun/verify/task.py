@@ -104,7 +104,7 @@ def make(function: Callable[[], Any], seed: int) -> TrainingTask:
         given = function()
     except ZerorunError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         told = f"{type(error).__name__}: {error}"
         raise ModelError(f"the function to be verified raised {told}. Remedy: call it by itself, and mend it.") from error
     if isinstance(given, (tuple, list)) and 2 <= len(given) <= len(_NAMES):
