@@ -345,6 +345,7 @@ def test_sequences_are_as_long_as_the_table_of_positions(kind: str) -> None:
     assert search(shape, small, Goal(1024, 2))
     with pytest.raises(ConfigError, match=r"2048: is more than the 1,02. positions.*\n?.*--sequence"):
         search(shape, small, Goal(2048, 2))
+    assert zerorun.plan_run(shape, small, {"batch": 2}).goal.sequence == 1024
 
 
 def test_gradients_come_to_host_memory_in_every_micro_batch() -> None:

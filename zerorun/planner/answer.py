@@ -301,10 +301,12 @@ def plan_run(model: Any, cluster: Cluster | str, goal: Goal | Mapping[str, Any] 
 
     ``model``: a ModelShape, a path to a ``config.json``, its contents, or a Hugging Face model. ``cluster``: "384xH100",
     or a Cluster. ``goal``: a Goal or its fields, such as ``{"sequence": 8192, "tokens": 1e12}``.
+    Without "sequence", it is 4096, or as many tokens as the model has positions for.
 
     Raises ConfigError for what cannot be read, DoesNotFitError if nothing fits.
     """
-    shape, cluster, goal = _shape(model), cluster_of(cluster) if isinstance(cluster, str) else cluster, _goal(goal)
+    shape, cluster = _shape(model), cluster_of(cluster) if isinstance(cluster, str) else cluster
+    goal = _goal(goal, shape)
     calibration = calibration_of(cluster.gpu)
     found = search(shape, cluster, goal, calibration)
     return RunPlan(
@@ -354,7 +356,7 @@ def _shape(model: Any) -> ModelShape:
     return shape_of(dict(values))
 
 
-def _goal(goal: Goal | Mapping[str, Any] | None) -> Goal:
+def _goal(goal: Goal | Mapping[str, Any] | None, shape: ModelShape) -> Goal:
     if isinstance(goal, Goal):
         return goal
     goal = goal or {}
@@ -363,7 +365,8 @@ def _goal(goal: Goal | Mapping[str, Any] | None) -> Goal:
     if unknown:
         remedy = f"use {', '.join(known)}."
         raise ConfigError([ConfigProblem(f"goal.{key}", goal[key], "is not known.", remedy) for key in unknown])
-    return Goal(**goal)
+    most = shape.positions // 64 * 64 or shape.positions  # some tables have a few rows more
+    return Goal(**{"sequence": min(Goal.sequence, most or Goal.sequence), **goal})
 
 
 def _seconds(goal: Goal, best: Timed, failures: FailureModel) -> float:

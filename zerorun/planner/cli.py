@@ -46,7 +46,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", metavar="FILE", help="the model's config.json")
     add("--gpus", metavar="NxGPU", help="such as 384xH100")
-    add("--sequence", type=positive, default=4096, metavar="N", help="tokens of a sequence (default: 4096)")
+    longest = "tokens of a sequence (default: 4096, or as many as the model has positions for)"
+    add("--sequence", type=positive, metavar="N", help=longest)
     add("--batch", type=positive, default=0, metavar="N", help="sequences of a step (default: about 4M tokens)")
     add("--tokens", type=amount, default=0.0, metavar="N", help="tokens of the whole run, such as 1e12")
     add("--precision", choices=PRECISIONS, default="bf16", help="of weights and activations (default: bf16)")
@@ -89,17 +90,18 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
     _refuse_idle(args)
     if args.predict:
         return 0, [_predict(args.predict, args.out)]
-    goal = Goal(
-        sequence=args.sequence,
-        batch=args.batch,
-        precision=args.precision,
-        kernels=KernelGeneration.FUSED if args.compile else KernelGeneration.FLASH,
-        offload=not args.no_offload,
-        tokens=args.tokens,
-        price=args.price,
-        days=args.days,
-        failure_hours=args.failure_hours,
-    )
+    goal = {
+        "batch": args.batch,
+        "precision": args.precision,
+        "kernels": KernelGeneration.FUSED if args.compile else KernelGeneration.FLASH,
+        "offload": not args.no_offload,
+        "tokens": args.tokens,
+        "price": args.price,
+        "days": args.days,
+        "failure_hours": args.failure_hours,
+    }
+    if args.sequence is not None:
+        goal["sequence"] = args.sequence
     cluster = cluster_of(args.gpus, nics_gbps=args.nics, per_node=args.gpus_per_node, host_gigabytes=args.host_memory)
     plan = plan_run(args.model, replace(cluster, disk=args.disk * GB), goal)
     if args.write:
