@@ -97,7 +97,7 @@ setup(
     scripts=[],
     setup_requires=["ninja"],  # for the native library
     install_requires=[
-        "torch>=2.11,<2.14",
+        "torch>=2.11,<2.15",
         "numpy>=1.24",
         "pydantic>=2.7",
         "psutil>=5.9",

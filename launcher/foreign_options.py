@@ -17,6 +17,8 @@ _ELASTIC = "Remedy: --nnodes MIN:MAX and --max-restarts N."
 _REFUSED = (
     ("--duplicate-stdout-filters", True, "Remedy: --log-dir DIR writes all streams to files, to be searched there."),
     ("--duplicate-stderr-filters", True, "Remedy: --log-dir DIR writes all streams to files, to be searched there."),
+    ("--log-line-prefix-template", True, "Remedy: leave it out; lines of all ranks but 0 begin with [rank N]."),
+    ("--print-completion", True, "Remedy: zerorun --help shows the options."),
     ("--logs-specs", True, "Remedy: --log-dir DIR and --redirects."),
     ("--event-log-handler", True, "There are no events of torchelastic. Remedy: leave it out; failures are on stderr."),
     ("--numa-binding", True, "Remedy: --bind-cores, or --bind-core-list, binds each worker to cores of one NUMA node."),
@@ -34,7 +36,7 @@ _MEETING = ("nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend",
 _OTHERS = (
     "nproc_per_node", "rdzv_id", "role", "max_restarts", "module", "no_python", "log_dir", "redirects", "tee",
     "local_ranks_filter", "shutdown_timeout", "event_log_handler", "duplicate_stdout_filters", "duplicate_stderr_filters",
-    "virtual_local_rank",
+    "virtual_local_rank", "log_line_prefix_template",
 )  # fmt: skip
 TORCHRUN = (*_MEETING, *_OTHERS)
 _SAYING_WHERE = ("hostfile", "launcher", "standalone", "sbatch", "dump", "trace")  # whose use makes those of _MEETING moot

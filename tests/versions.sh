@@ -7,7 +7,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 
-torches=(2.11 2.12 2.13)
+torches=(2.11 2.12 2.13 2.14)
 core=(tests/unit tests/ranks/test_equivalence.py tests/ranks/test_offload.py tests/ranks/test_checkpoint.py
   tests/ranks/test_parallel_matrix.py tests/ranks/test_pipeline.py tests/ranks/test_activation_checkpointing.py)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,15 @@ CASE = CASES["plain"]
 
 
 def count_plainly() -> int:
+    return counted(lambda: CASE.loss(CASE.build(), Place()))
+
+
+def counted(run: Callable[[], object]) -> int:
+    """The operations of ``run`` as torch's counter finds them, which takes attention on CPUs for nothing by itself."""
     from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
 
-    with FlopCounterMode(display=False) as counter:
-        CASE.loss(CASE.build(), Place())
+    with FlopCounterMode(display=False, custom_mapping=flops._more_formulas()) as counter:
+        run()
     return counter.get_total_flops()
 
 
@@ -141,12 +147,8 @@ def unusual(kind: str, simulated: bool, file: str) -> float:
 
 
 def flops_of_forward(length: int) -> int:
-    from torch.utils.flop_counter import FlopCounterMode  # which imports Triton
-
     module = CASE.build()
-    with FlopCounterMode(display=False) as counter:
-        module(torch.zeros(MICRO, length, dtype=torch.long))
-    return counter.get_total_flops()
+    return counted(lambda: module(torch.zeros(MICRO, length, dtype=torch.long)))
 
 
 @pytest.mark.each_value

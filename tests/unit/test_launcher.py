@@ -353,7 +353,7 @@ def test_a_default_that_cannot_be_is_named(
 def test_all_defaults_of_torchrun_are_known() -> None:
     theirs = {action.dest for action in get_args_parser()._actions if type(action).__name__ in ("env", "check_env")}
     ignored = {option[2:].replace("-", "_") for option in (*foreign_options._FLAGS, *foreign_options._VALUES)}
-    later = {"shutdown_timeout"}  # than torch 2.11
+    later = {"shutdown_timeout", "log_line_prefix_template"}  # than torch 2.11
     assert len(theirs) > 20 and (theirs - ignored) | later == set(foreign_options.TORCHRUN)
     assert foreign_options.without_torchrun_defaults({**KUBEFLOW, "PET_SCANS": "x"}) == {
         **{name: KUBEFLOW[name] for name in ("MASTER_ADDR", "WORLD_SIZE", "RANK")},
