@@ -167,6 +167,18 @@ def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
     assert report["live"] is None
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 always looks into the current folder")
+def test_files_of_the_current_folder_are_no_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that torch had to be installed."""
+    for name in ("queue.py", "select.py", "random.py"):
+        (tmp_path / name).write_text("raise ImportError('planted')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules[__name__], "COMMAND", (sys.executable, str(BIN)))
+    status, report = as_json("--quick", "--nproc-per-node=1")
+    assert status in (0, 1), report["findings"]
+    assert report["live"]["ended"] == "finished"
+
+
 @pytest.mark.parametrize(
     "args", [["--hostfile", "/no/such/file"], ["--launcher", "ssh"], ["--nproc-per-node", "0"], ["--frobnicate"]]
 )

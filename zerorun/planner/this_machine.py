@@ -112,7 +112,7 @@ def calibrate(ranks: int) -> Iterator[str]:
     else:
         launcher = [sys.executable, "-m", "zerorun.launcher.cli", "--standalone"]
         command = [*launcher, "--nproc-per-node", str(ranks), "-m", __name__]
-        environment = without_torchrun_defaults(os.environ)
+        environment = {**without_torchrun_defaults(os.environ), "PYTHONSAFEPATH": "1"}  # no queue.py of this folder
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_LIMIT_SECONDS, check=False)
         if done.returncode:
             raise LaunchError(f"{ranks} ranks could not measure this machine: {done.stderr.strip()[-2000:]}")

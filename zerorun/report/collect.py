@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from .reporter import unmark
+from .reporter import OWN_MODULES, unmark
 
 HOST_SECONDS = 40.0  # connecting, and importing torch there
 FAN_OUT = 64  # hosts that are asked at a time
@@ -57,7 +57,13 @@ def ask(
     with tempfile.TemporaryFile() as errors:
         try:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, bufsize=0, start_new_session=True
+                command,
+                env={**os.environ, **OWN_MODULES},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                bufsize=0,
+                start_new_session=True,
             )
         except OSError as error:
             answer["trouble"] = f"cannot run {command[0]!r}: {error.strerror}"

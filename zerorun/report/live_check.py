@@ -22,7 +22,7 @@ from zerorun.launcher.bootstrap import die_with_parent
 from zerorun.launcher.foreign_options import without_torchrun_defaults
 from zerorun.launcher.hosts import Host
 
-from .reporter import FIRST, JOINING, PAIR, unmark
+from .reporter import FIRST, JOINING, OWN_MODULES, PAIR, unmark
 
 TIME_LIMIT_SECONDS = 60.0
 STALL_SECONDS = 6.0  # without a word from any rank: every check says when it begins, and takes a second or less
@@ -132,11 +132,12 @@ def run_live(
     """The live check on ``hosts``, which have slots. ``command``: the launcher with all options but hosts and module."""
     live = Live([host.name for host in hosts], sum(len(host.slots or ()) for host in hosts))
     with tempfile.TemporaryDirectory(prefix="zerorun-report-") as folder:
+        exports = [f"--export={name}={value}" for name, value in OWN_MODULES.items()]
         worker = ["-m", "zerorun.report.live_worker", *(["--quick"] if quick else [])]
         options = _host_options(hosts, Path(folder)) if several else ["--nproc-per-node", str(live.world_size)]
         process = subprocess.Popen(
-            [*command, f"--grace={_GRACE_SECONDS}", *options, *worker],
-            env=without_torchrun_defaults(os.environ),
+            [*command, f"--grace={_GRACE_SECONDS}", *exports, *options, *worker],
+            env={**without_torchrun_defaults(os.environ), **OWN_MODULES},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

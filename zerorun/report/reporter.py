@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LIFETIME_SECONDS = 600.0  # after which a worker ends itself, if nobody else has
+# For all processes of a report: the folder in which it is asked for may hold a queue.py. Python 3.10 does not know it.
+OWN_MODULES = {"PYTHONSAFEPATH": "1"}
 
 
 @dataclass(frozen=True)

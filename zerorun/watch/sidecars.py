@@ -77,7 +77,8 @@ def _listener() -> socket.socket:
 def _start(order: Mapping[str, Any], *files: int) -> None:
     command = [sys.executable, "-m", "zerorun.launcher.sidecar"]
     null, pipe = subprocess.DEVNULL, subprocess.PIPE
-    process = subprocess.Popen(command, stdin=pipe, stdout=null, start_new_session=True, pass_fds=files)
+    own = {**os.environ, "PYTHONSAFEPATH": "1"}  # the current folder may hold a queue.py
+    process = subprocess.Popen(command, env=own, stdin=pipe, stdout=null, start_new_session=True, pass_fds=files)
     assert process.stdin is not None
     with process.stdin as line:  # what is in the environment, other programs of this rank would see
         line.write(json.dumps({**order, "starter": os.getpid()}).encode())
