@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from itertools import chain, count, islice
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, IterDataPipe,
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import get_all_graph_pipes
 
-from .distributed.device import gpus_in_use
+from .distributed.generators import generators_as_before
 from .distributed.topology import Topology
 from .errors import CheckpointError
 from .log import info_once, logger, warn_once
@@ -310,7 +309,7 @@ class EpochLoader:
 
     def _open_iterable(self) -> Iterator[tuple[int, Any]]:
         goes_on = self.position > 0 and self._dataset_state is not None
-        with _generators_as_before() if self.position else nullcontext():
+        with generators_as_before() if self.position else nullcontext():
             if hasattr(self.dataset, "set_epoch") and not goes_on:  # it has been told before it loaded its state
                 self.dataset.set_epoch(self.epoch)
             batches = iter(self._loader(None))
@@ -424,20 +423,6 @@ def divides_itself(dataset: Dataset[Any]) -> bool:
 def has_state(thing: object) -> bool:
     """True if ``thing`` can be asked where it is, and be put back there."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
-
-
-@contextmanager
-def _generators_as_before() -> Iterator[None]:
-    """Leave the random generators of torch, Python and NumPy as they are: a load has restored them."""
-    numpy, state = sys.modules.get("numpy"), random.getstate()
-    of_numpy = None if numpy is None else numpy.random.get_state()
-    with torch.random.fork_rng(gpus_in_use()):
-        try:
-            yield
-        finally:
-            random.setstate(state)
-            if numpy is not None:
-                numpy.random.set_state(of_numpy)
 
 
 def _without(skipped: Iterable[Range], start: int, length: int) -> list[Range]:

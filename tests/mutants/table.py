@@ -6255,8 +6255,8 @@ MUTANTS = (
     Mutant(
         "samples-thrown-away-move-the-generators-of-python",
         "stale",
-        "zerorun/data.py",
-        "            random.setstate(state)",
+        "zerorun/distributed/generators.py",
+        "            random.setstate(of_python)",
         "            pass",
         ("tests/unit/test_dataloader.py", "-k", "throwing_away_leaves"),
     ),

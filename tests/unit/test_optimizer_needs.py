@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import random
 from typing import Any
 
+import numpy
 import own_optimizers
 import pytest
 import schedulefree
@@ -172,14 +174,16 @@ def test_a_trial_leaves_tensors_of_the_optimizer_alone() -> None:
         def step(self, closure: Any = None) -> None:  # type: ignore[override]
             self.steps += 1
             self.param_groups[0]["weight_sum"].add_(1)
+            random.random(), numpy.random.rand()  # some draw what they add by chance
             super().step()
 
     client: Any = Counts([torch.zeros(2, 2)])
     client.steps, client.param_groups[0]["weight_sum"] = torch.zeros(()), torch.zeros(())
-    state = torch.random.get_rng_state()
+    state, of_python, of_numpy = torch.random.get_rng_state(), random.getstate(), numpy.random.get_state()
     assert needs_of(client, "", {}, client.param_groups) is Needs.ELEMENTS
     assert client.steps == 0 and client.param_groups[0]["weight_sum"] == 0
-    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(torch.random.get_rng_state(), state) and random.getstate() == of_python
+    assert (numpy.random.get_state()[1] == of_numpy[1]).all() and numpy.random.get_state()[2] == of_numpy[2]
 
 
 def test_classes_by_name() -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..distributed.generators import generators_as_before
 from ..errors import ModelError, StepError
 
 _SHAPE, _STEPS = (96, 64), 3
@@ -91,7 +92,7 @@ def _values_after(make: Make, groups: int, zeros: bool, given: Sequence[Tensor],
     settings that are 0 stay so.
     """
     params = [tensor[0].clone() for tensor in given]
-    with torch.random.fork_rng(devices=[]):
+    with generators_as_before(gpus=False):
         torch.manual_seed(seed)
         optimizer = make([params[group::groups] for group in range(groups)])
         for group in optimizer.param_groups:

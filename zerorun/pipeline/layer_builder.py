@@ -19,6 +19,7 @@ from torch import nn
 
 from ..activations.random_streams import streams
 from ..distributed.device import gpu_generator, gpus_in_use
+from ..distributed.generators import generators_as_before
 from ..errors import PipelineError
 from ..log import logger
 from .hidden_parameters import hidden_in, tensors_reached
@@ -200,7 +201,7 @@ def _seed_generators(seed: int) -> None:
 
 @contextlib.contextmanager
 def _same_random_numbers_after() -> Iterator[None]:
-    with torch.random.fork_rng(gpus_in_use()), streams.as_before():
+    with generators_as_before(), streams.as_before():
         yield
 
 

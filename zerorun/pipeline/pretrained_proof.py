@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..activations.random_streams import streams
+from ..distributed.generators import generators_as_before
 from ..errors import ModelError
 from ..plan.small_model_copies import LARGEST_COPY, narrow, shorten, small_copy
 from ..zero.init import part_of
@@ -117,5 +118,5 @@ def _labels(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 @contextlib.contextmanager
 def _probing(model: nn.Module) -> Iterator[None]:
     """Put ``model`` into evaluation mode; afterwards restore all modes and the random number generators."""
-    with evaluating(model), torch.random.fork_rng(), streams.as_before():
+    with evaluating(model), generators_as_before(), streams.as_before():
         yield

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..distributed.generators import generators_as_before
+
 # In parameters: a forward of a few tokens through so many takes a fraction of a second.
 LARGEST_COPY = 50_000_000
 VOCABULARY = 128
@@ -50,7 +52,7 @@ def small_copy(model: nn.Module, shrink: Callable[[Any], None]) -> nn.Module:
     """
     kind, config = type(model), copy.deepcopy(model.config)
     shrink(config)
-    with torch.random.fork_rng(devices=[]):
+    with generators_as_before(gpus=False):
         torch.manual_seed(0)
         with torch.device("meta"):
             numel = sum(param.numel() for param in kind(config).parameters())  # type: ignore[call-arg]

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..distributed.generators import generators_as_before
 from ..distributed.tensor_shard import partial_of, shards_of
 from .axis import Axis
 from .collectives import Region
@@ -141,7 +142,7 @@ def _trained(pattern: nn.Module, args: Any, kwargs: Any, evaluated: Outcome) -> 
         torch.manual_seed(seed)
         return _run(_copy(pattern).train(), args, kwargs)
 
-    with torch.random.fork_rng(devices=[]), suppress(Exception):  # what needs more to be trained is tried in evaluation
+    with generators_as_before(gpus=False), suppress(Exception):  # what needs more to be trained is tried in evaluation
         found = run(1)
         if not _are_equal(found, evaluated) and _are_equal(found, run(2)):
             return found

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..activations.random_streams import streams
 from ..distributed.device import CPU, on_device
+from ..distributed.generators import generators_as_before
 from ..distributed.transport.world import gather_values
 from ..errors import StepError
 from ..plan.replaced_forwards import is_own_hook
@@ -107,7 +108,7 @@ def _undisturbed(engine: Any) -> Iterator[None]:
     """Leave random numbers and the buffers of the engine's module as they are."""
     buffers = [(buffer, buffer.clone()) for buffer in engine.module.buffers()]
     try:
-        with torch.random.fork_rng(), streams.as_before():
+        with generators_as_before(), streams.as_before():
             yield
     finally:
         with torch.no_grad():
