@@ -200,6 +200,22 @@ def test_gpus_that_torch_cannot_use() -> None:
     assert any("has 0 GPUs, most hosts have 4" in finding.what for finding in find([host("a", **broken), host("b")], None))
 
 
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    (
+        ("0", ""),
+        ("N/A", ""),
+        ("3", "GPU 0 has 3 memory errors"),
+        ("[GPU requires reset]", "says [GPU requires reset] of GPU 0"),
+    ),
+)
+def test_what_nvidia_smi_says_of_a_gpu(errors: str, said: str) -> None:
+    """It has words in place of numbers that it cannot read, which were told as a number of errors."""
+    devices = machine.parse_gpus(f"0, NVIDIA H100, GPU-1, 570.1, 81559, 4, Enabled, {errors}, 5, 16, 41")
+    whats = [finding.what for finding in find([host("a", gpus__devices=devices)], None)]
+    assert any(said in what for what in whats) if said else not any("GPU 0" in what for what in whats)
+
+
 def test_which_hosts_the_live_check_can_have() -> None:
     lost = {"name": "b", "facts": None, "clock": None, "trouble": "gone"}
     hosts = [

@@ -240,7 +240,11 @@ def _look_at_gpus(name: str, facts: Facts) -> Iterator[Finding]:
         yield Finding(WARNING if without else ERROR, name, what, remedy)
     for device in gpus.get("devices") or []:
         errors = device["ecc.errors.uncorrected.volatile.total"]
-        if errors not in (None, "0"):
+        unread = next((value for value in device.values() if value is not None and value.startswith("[")), None)
+        if unread is not None:  # such as [GPU requires reset]
+            what = f"nvidia-smi says {unread} of GPU {device['index']}"
+            yield Finding(WARNING, name, what, "Look into dmesg for its Xid errors; reset the GPU or have it replaced.")
+        elif errors not in (None, "0"):
             what = f"GPU {device['index']} has {errors} memory errors that ECC could not correct"
             yield Finding(WARNING, name, what, "Reset the GPU or have it replaced.")
     access = cuda.get("peer_access") or []
