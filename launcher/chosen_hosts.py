@@ -157,8 +157,9 @@ def _own_host(args: argparse.Namespace, environment: Mapping[str, str]) -> list[
         return [Host("localhost", tuple(range(count_workers(args.nproc_per_node, environment))))]
     asked = args.nproc_per_node if isinstance(args.nproc_per_node, int) else None
     told = {**environment, **{name: value for name, value in args.export if value is not None}}
-    devices = "cpu" if trains_on_cpu(told) else "auto"
-    slots = count_workers(devices if asked is not None else args.nproc_per_node, environment)
+    slots = count_workers("auto" if asked is not None else args.nproc_per_node, environment)
+    if trains_on_cpu(told):  # slots are no devices, and may be cores
+        slots = max(slots, count_workers("cpu", environment))
     hosts = [Host("localhost", tuple(range(slots)))]
     return limit_slots(select(hosts, args.include, args.exclude), asked)
 

@@ -16,7 +16,7 @@ from torch.utils.data.graph_settings import get_all_graph_pipes
 from .distributed.generators import generators_as_before
 from .distributed.topology import Topology
 from .errors import CheckpointError
-from .log import info_once, logger, warn_once
+from .log import info_once, warn_once
 from .watch.board import Phase, during
 
 Range = tuple[int, int]  # (first, last + 1): positions in the order of one epoch
@@ -93,7 +93,7 @@ class EpochLoader:
     ``position``: how many samples of ``epoch`` the training loops of all ranks have received; samples that workers have
     only read ahead do not count. A new iterator begins the next epoch, except for the first one after
     ``load_state_dict()``. If several iterators are alive, only the newest one moves the position and follows
-    ``load_state_dict()`` and ``skip()``. ``length``: of the dataset when the epoch began.
+    ``load_state_dict()`` and ``skip()``.
 
     ``divide``: whether ranks divide the samples of an iterable dataset; None: unless it is known to do so by itself.
     """
@@ -114,8 +114,7 @@ class EpochLoader:
         self.dataset, self.batch_size, self.topology, self.seed = dataset, batch_size, topology, seed
         self.shuffle, self.drop_last = shuffle, drop_last
         self._options: dict[str, Any] = {"collate_fn": collate_fn, "drop_last": drop_last, "num_workers": num_workers}
-        self.length = self._size()
-        self._lengths = {self.length}  # of all epochs so far
+        self.length: int | None = None if isinstance(dataset, IterableDataset) else len(dataset)  # type: ignore[arg-type]
         self._resumable = self.length is None and not num_workers and has_state(dataset)
         self._source = self._divided(not divides_itself(dataset) if divide is None else divide)
         # A dataset that divides itself has a state for each rank.
@@ -139,7 +138,8 @@ class EpochLoader:
 
     def __iter__(self) -> Iterator[Any]:
         if self._begun or self._is_over():
-            self._next_epoch()
+            self._start_epoch(self.epoch + 1)
+            self._tell_of_length()
         self._passes += 1
         return _Pass(self, self._passes)
 
@@ -151,14 +151,14 @@ class EpochLoader:
         """
         if self.length is None:
             raise ValueError("skip() needs samples with positions. Remedy: use a dataset with __getitem__ and __len__.")
-        done, length = (0, self._size() or 0) if self._is_over() else (self.position, self.length)
-        if not 0 <= start < stop <= length or stop <= done:
+        done = 0 if self._is_over() else self.position
+        if not 0 <= start < stop <= self.length or stop <= done:
             raise ValueError(
-                f"skip({start}, {stop}) skips nothing: {done} of the epoch's {length} samples were received. Remedy: "
-                f"give 0 <= start < stop <= {length} with stop > {done}, or load an earlier checkpoint first."
+                f"skip({start}, {stop}) skips nothing: {done} of the epoch's {self.length} samples were received. Remedy: "
+                f"give 0 <= start < stop <= {self.length} with stop > {done}, or load an earlier checkpoint first."
             )
         if self._is_over():
-            self._next_epoch()
+            self._start_epoch(self.epoch + 1)
         self._skipped = sorted([*self._skipped, (start, stop)])
         self._moved = self._moved or self._begun
 
@@ -183,7 +183,6 @@ class EpochLoader:
         self.check_state(state)
         dataset_state = state.get("dataset") if self._resumable else None
         self._start_epoch(state["epoch"])
-        self.length = state["length"]
         self.position, self._dataset_state, self._moved = state["position"], dataset_state, True
         self._skipped = [(start, stop) for start, stop in state["skipped"]]
         if dataset_state is not None:
@@ -200,7 +199,7 @@ class EpochLoader:
             remedies["shuffle"] = 'set the same "dataloader": {"shuffle": ...} in the configuration'
         for name, remedy in remedies.items():
             found, mine = state.get(name, True if name == "shuffle" else None), getattr(self, name)
-            if found != mine and not (name == "length" and self._had(found)):
+            if found != mine:
                 raise CheckpointError(
                     f"the data's {name} was {found} when the checkpoint was written and is {mine} now: its order cannot "
                     f'go on. Remedy: {remedy}, or pass allow_missing=["data"] to load_checkpoint(), which begins with the '
@@ -245,32 +244,18 @@ class EpochLoader:
         )
         return StreamShare(self.dataset, rank, ranks)  # type: ignore[arg-type]
 
-    def _size(self) -> int | None:
-        """Return how many samples the dataset has now; None for an iterable dataset."""
-        return None if isinstance(self.dataset, IterableDataset) else len(self.dataset)  # type: ignore[arg-type]
-
-    def _had(self, length: int | None) -> bool:
-        """True if an epoch of this loader had this length, and can go on: no sample has gone since."""
-        return length in self._lengths and length is not None and length <= (self._size() or 0)
-
-    def _next_epoch(self, step: int = 1) -> None:
-        """Begin the epoch after this one, with as many samples as the dataset has by now; an epoch keeps its length.
-
-        Ranks do not begin an epoch together, nor do all of a pipeline begin one: they cannot agree on the length here.
-        """
-        before, self.length = self.length, self._size()
-        self._lengths.add(self.length)
-        self._start_epoch(self.epoch + step)
-        if self.length != before:
-            logger.warning(
-                f"the dataset {type(self.dataset).__name__} had {before} samples and has {self.length} from epoch "
-                f"{self.epoch} on. Ranks that find other numbers divide other samples, and end the epoch at other batches. "
-                "Remedy: change the dataset on all ranks alike, before the first of them begins the next epoch."
-            )
-
     def _start_epoch(self, epoch: int) -> None:
         self.epoch, self.position, self._begun = epoch, 0, False
         self._skipped, self._dataset_state = [], None
+
+    def _tell_of_length(self) -> None:
+        """Warn of a dataset that has grown or shrunk: ranks divide the samples that it had, for it may differ on them."""
+        if self.length is not None and (now := len(self.dataset)) != self.length:  # type: ignore[arg-type]
+            warn_once(
+                f"the dataset {type(self.dataset).__name__} has {now} samples now, and had {self.length} when its loader "
+                "was made, which goes on with as many. Remedy: when it is as long on all ranks, let all of them call "
+                "engine.set_dataloader(engine.deepspeed_io(dataset))."
+            )
 
     def _is_over(self) -> bool:
         return self.length is not None and 0 < self.length <= self.position
@@ -357,7 +342,7 @@ class _Pass:
         found = next(self.stream, None)
         if found is None and newest and not self.given:
             # Nothing is left of the epoch that was to be continued. This pass is the next epoch instead of an empty one.
-            owner._next_epoch(step=owner.position > 0)
+            owner._start_epoch(owner.epoch + (owner.position > 0))
             self.stream = owner._open()
             found = next(self.stream, None)
         if newest and found is None:

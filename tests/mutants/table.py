@@ -5736,8 +5736,8 @@ MUTANTS = (
         "ranks-of-a-pipeline-stage-may-be-treated-unlike",
         "rank",
         "zerorun/engine/step_outcomes.py",
+        "    told = summand((topology.pipe_rank, stage), first=topology.rank % ranks == 0, count=ranks)",
         "    told = summand(stage, first=topology.rank % ranks == 0, count=ranks)",
-        "    told = 0 if topology.pipe > 1 else summand(stage, first=topology.rank % ranks == 0, count=ranks)",
         ("tests/ranks/test_agreed_steps.py", "-k", "of_a_pipeline_stage"),
     ),
     Mutant(
@@ -6267,14 +6267,6 @@ MUTANTS = (
         "        if told or not self.epoch:",
         "        if True:",
         ("tests/unit/test_dataloader.py", "-k", "cannot_be_told"),
-    ),
-    Mutant(
-        "a-dataset-keeps-the-length-that-it-had",
-        "stale",
-        "zerorun/data.py",
-        "        before, self.length = self.length, self._size()",
-        "        before = self.length",
-        ("tests/unit/test_dataloader.py", "-k", "new_length_from_the_next"),
     ),
     Mutant(
         "slots-are-devices-also-on-the-cpu",

@@ -332,6 +332,8 @@ def treat_a_rank_of_a_stage(way: str) -> tuple[tuple[str, str], bool, list[str]]
                 last.mul_(1.0)
         elif dist.get_rank() == 3 and way == "freeze":
             last.requires_grad_(False)
+        elif way == "cross" and dist.get_rank() in (0, 3) and number == 0:
+            own_rate(engine, "lr", 0.5)
         elif way == "by stage":
             own_rate(engine, "lr", 1.0 + engine.topology.pipe_rank)
         said = attempt(lambda number=number: engine.train_batch(batch(1 + number)))
@@ -343,6 +345,7 @@ def treat_a_rank_of_a_stage(way: str) -> tuple[tuple[str, str], bool, list[str]]
     ("way", "error", "warning"),
     (
         ("rate", "the optimizer of rank 3 has [0.025] as 'lr' of its groups, and that of rank 2 [0.05]", ""),
+        ("cross", "the optimizer of rank 1 has [0.05] as 'lr' of its groups, and that of rank 0 [0.025]", ""),
         ("write", "", "rank 3 has written in place to parameters 1 times since the last step, and rank 2 0 times ("),
         ("freeze", "", "rank 3 has frozen 1 parameters that others train ('"),
         ("by stage", "", ""),

@@ -390,6 +390,23 @@ def load_counting(folder: str, how: str) -> int:
     return found
 
 
+class Telling(Counting):
+    """It tells of its state and takes none back."""
+
+    set_extra_state = nn.Module.set_extra_state
+
+
+def test_extra_states_that_a_checkpoint_lacks_or_a_class_does_not_take_stay(tmp_path: Path) -> None:
+    engine = zerorun.initialize(nn.Sequential(Counting(4, 4), nn.Linear(4, 4)), make_config(0))
+    engine.module[0].seen = 5
+    path = engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    model = nn.Sequential(Telling(4, 4), Counting(4, 4))
+    model[0].seen = model[1].seen = 1
+    zerorun.load_pretrained(model, path)
+    assert model[0].seen == model[1].seen == 1
+
+
 @pytest.mark.parametrize("how", ["plain", "init", "engine"])
 def test_pretrained_modules_get_their_extra_state_back(how: str, tmp_path: Path) -> None:
     assert run_ranks(2, load_counting, str(tmp_path), how) == [15, 15]

@@ -484,6 +484,8 @@ def given_up_with_a_disk(folder: str) -> list[int]:
         torch.distributed.barrier()
         engine = make(Path(folder), 3, seed=99, **disk)
         found.append(engine.global_steps)
+        assert engine.memory_copies is not None
+        engine.memory_copies.wait()  # it copies what it has loaded
         torch.distributed.barrier()
         shutil.rmtree(Path(folder) / f"host{own_rank()}")
     engine.destroy()

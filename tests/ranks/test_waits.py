@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,12 +23,23 @@ from zerorun.distributed import waits
 from zerorun.distributed.transport import gloo
 from zerorun.distributed.transport.statistics import CommunicationStatistics, Message
 
-LATE_S = 0.9
+
+class Shown(io.StringIO):
+    """What is written. ``file`` is there as soon as there is something."""
+
+    def __init__(self, file: Path | None) -> None:
+        super().__init__()
+        self._file = file
+
+    def write(self, text: str) -> int:
+        if self._file is not None:
+            self._file.touch()
+        return super().write(text)
 
 
 @contextmanager
-def told(after_s: float = 0.3) -> Iterator[io.StringIO]:
-    before, usual, written = sys.stderr, waits.watch.after_s, io.StringIO()
+def told(after_s: float = 0.3, file: Path | None = None) -> Iterator[io.StringIO]:
+    before, usual, written = sys.stderr, waits.watch.after_s, Shown(file)
     sys.stderr = written
     waits.watch.tell_after(after_s)
     try:
@@ -39,26 +49,34 @@ def told(after_s: float = 0.3) -> Iterator[io.StringIO]:
         waits.watch.tell_after(usual)
 
 
-def late(stage: int, place: str) -> str:
+def until_told(folder: str) -> None:
+    """Come late: when all others have been told that this rank has not come."""
+    files = [Path(folder) / str(rank) for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+    for _ in range(int(1200 * patience())):
+        if all(file.exists() for file in files):
+            break
+        time.sleep(0.05)
+
+
+def late(stage: int, place: str, folder: str) -> str:
     """What this rank has on stderr when the last rank comes late to ``place`` of a step."""
     torch.manual_seed(0)
     engine = zerorun.initialize(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), make_config(stage))
     engine.backward(engine(torch.ones(2, 4)).sum())
     engine.step()  # the order is agreed on
     last = dist.get_rank() == dist.get_world_size() - 1
-    with told() as written, tempfile.TemporaryDirectory() as folder:
+    with told(file=Path(folder) / str(dist.get_rank())) as written:
         if last and place == "step":
-            time.sleep(LATE_S)
+            until_told(folder)
         loss = engine(torch.ones(2, 4)).sum()
         engine.backward(loss)
         if last and place == "control":
-            time.sleep(LATE_S)
+            until_told(folder)
         engine.step()
         if last and place == "checkpoint":
-            time.sleep(LATE_S)
+            until_told(folder)
         if place == "checkpoint":
-            shared = engine.comm.control.values(folder)[0]
-            engine.save_checkpoint(Path(shared))
+            engine.save_checkpoint(Path(folder) / "saved")
         engine.comm.control.barrier()
         found = written.getvalue()
     engine.destroy()
@@ -75,8 +93,8 @@ LINE = re.compile(
 @pytest.mark.parametrize("ranks", (2, 3))
 @pytest.mark.parametrize("place", ("step", "control"))
 @pytest.mark.parametrize("stage", (1, 3))
-def test_one_line_names_the_collective_and_who_has_not_come(stage: int, place: str, ranks: int) -> None:
-    *waited, slow = run_ranks(ranks, late, stage, place)
+def test_one_line_names_the_collective_and_who_has_not_come(stage: int, place: str, ranks: int, tmp_path: Path) -> None:
+    *waited, slow = run_ranks(ranks, late, stage, place, str(tmp_path))
     assert slow == ""
     for rank, text in enumerate(waited):
         (line,) = text.splitlines()
@@ -137,20 +155,20 @@ def test_who_is_asked_and_does_not_answer_holds_up_no_notice(monkeypatch: pytest
     assert lines == ["a disk.", "a store."]
 
 
-def test_a_save_says_so_too() -> None:
-    first, slow = run_ranks(2, late, 1, "checkpoint")
+def test_a_save_says_so_too(tmp_path: Path) -> None:
+    first, slow = run_ranks(2, late, 1, "checkpoint", str(tmp_path))
     waits_for = [line.partition(", since ")[2].partition(": ")[2] for line in first.splitlines()]
     assert waits_for and len({*waits_for}) == len(waits_for), "a line for each wait that took long"
     assert slow == ""
 
 
-def slow_disk() -> str:
+def slow_disk(folder: str) -> str:
     """What this rank has on stderr where the disk of rank 1 takes its time in a save."""
     engine = zerorun.initialize(nn.Linear(4, 4), make_config(1))
-    with told() as written, tempfile.TemporaryDirectory() as folder:
+    with told(file=Path(folder) / str(dist.get_rank())) as written:
         if dist.get_rank() == 1:
-            engine.checkpointer.check_point = lambda point: time.sleep(LATE_S) if point == "sync" else None
-        engine.save_checkpoint(Path(engine.comm.control.values(folder)[0]))
+            engine.checkpointer.check_point = lambda point: until_told(folder) if point == "sync" else None
+        engine.save_checkpoint(Path(folder) / "saved")
         found = written.getvalue()
         engine.comm.control.barrier()
     engine.destroy()
@@ -158,8 +176,8 @@ def slow_disk() -> str:
 
 
 @pytest.mark.parametrize("ranks", (2, 3))
-def test_a_save_names_the_rank_whose_disk_is_slow(ranks: int) -> None:
-    first, slow, *last = run_ranks(ranks, slow_disk)
+def test_a_save_names_the_rank_whose_disk_is_slow(ranks: int, tmp_path: Path) -> None:
+    first, slow, *last = run_ranks(ranks, slow_disk, str(tmp_path))
     assert all("what all ranks have to say or to write. Rank 1 has not come." in text for text in (first, *last))
     assert "not come" not in slow
 

@@ -566,6 +566,16 @@ def test_skip_between_iter_and_next_of_a_finished_epoch() -> None:
     assert flat(iterator) == permutation(8, 1)[6:]
 
 
+def test_a_dataset_that_grows_is_told_of_and_keeps_its_length(warnings: list[str]) -> None:
+    """Ranks do not begin an epoch together, so they cannot agree on another one: it may differ between them."""
+    data = Numbers(8)
+    loader = EpochLoader(data, 2, topology(2, 0), shuffle=False)
+    assert len(list(loader)) == 2 and not warnings
+    data.length = 12
+    assert len(list(loader)) == 2 and loader.state_dict()["length"] == 8
+    assert len(warnings) == 1 and "has 12 samples now, and had 8" in warnings[0]
+
+
 def test_skip_refuses_what_it_cannot_do() -> None:
     loader = make(Numbers(8))
     next(iter(loader))
@@ -574,65 +584,6 @@ def test_skip_refuses_what_it_cannot_do() -> None:
             loader.skip(start, stop)
     with pytest.raises(ValueError, match="Remedy: use a dataset with __getitem__"):
         make(Stream(8)).skip(0, 2)
-
-
-# -- datasets that change ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("later", [11, 5])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_dataset_that_has_changed_has_its_new_length_from_the_next_epoch_on(
-    later: int, workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As with a DataLoader; and so has a loader that goes on from there in another process."""
-    job = Job(8, 1, 2, num_workers=workers)
-    seen = job_steps(job, 2)
-    job.data.length = later
-    assert [*seen, *job_steps(job, 2)] == permutation(8, 0) and job.step() is None
-    assert job.state()["length"] == 8 and not caplog.messages
-    job.begin()
-    assert job_steps(job, 2) == permutation(later, 1)[:4]
-    assert len(caplog.messages) == 2, "each rank says what it has found"
-    assert (
-        f"had 8 samples and has {later} from epoch 1 on" in caplog.text
-        and "Remedy: change the dataset on all" in caplog.text
-    )
-    other = Job(later, 1, 2, job.state(), num_workers=workers)
-    while (ids := job.step()) is not None:
-        assert other.step() == ids
-    assert other.step() is None
-    with pytest.raises(CheckpointError, match=f"length was {later} .* is 8 now"):
-        Job(8, 1, 2, job.state())
-
-
-def test_a_loader_goes_back_to_an_epoch_before_the_dataset_has_grown() -> None:
-    """All samples of that epoch are there. It is not so if the dataset has shrunk."""
-    data = Numbers(8)
-    loader = make(data)
-    next(iter(loader))
-    state = loader.state_dict()
-    data.length = 12
-    assert len(loader) == 4 and sorted(flat(loader)) == list(range(12)) and len(loader) == 6
-    later = loader.state_dict()
-    loader.load_state_dict(state)
-    assert flat(loader) == permutation(8, 0)[2:]
-    assert flat(loader) == permutation(12, 1)
-    data.length = 10
-    loader.load_state_dict(state)
-    with pytest.raises(CheckpointError, match=r"length was 12 .* is 8 now"):
-        loader.load_state_dict(later)
-
-
-def test_skip_at_the_end_of_an_epoch_has_the_length_of_the_coming_one() -> None:
-    data = Numbers(4)
-    loader = make(data)
-    assert sorted(flat(loader)) == [0, 1, 2, 3]
-    data.length = 8
-    with pytest.raises(ValueError, match="of the epoch's 8 samples"):
-        loader.skip(0, 9)
-    assert loader.epoch == 0
-    loader.skip(0, 6)
-    assert flat(loader) == permutation(8, 1)[6:]
 
 
 # -- wrong states ------------------------------------------------------------------------------------------------

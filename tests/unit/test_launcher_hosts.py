@@ -134,6 +134,8 @@ def test_slots_are_no_devices_where_workers_train_on_the_cpu(
         (["-H", "own", "-i", "localhost:1,2", f"--export=ZERORUN_DEVICE={device}"], one),
         (["-H", "hosts", "-i", "n1:1,2", "--export=CUDA_VISIBLE_DEVICES=0"], here),
         (["--nproc-per-node=2", "-i", "localhost:1,2"], {**here, **one}),
+        (["--nproc-per-node=2", "-i", "localhost:3,4"], {**here, "CUDA_VISIBLE_DEVICES": "0,1,2,3,4"}),
+        (["-i", "localhost:1,2"], {**here, **one}),
         (["--nproc-per-node=2", "-i", "localhost:1,2", f"--export=ZERORUN_DEVICE={device}"], one),
         (["--nproc-per-node=cpu", "-i", "localhost:1,2", "--export=CUDA_VISIBLE_DEVICES=0"], {}),
     ):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..log import listed
+from ..log import listed, warn_once
 from ..plan.units import stored_name
 from .json_values import decode
 from .matching import Wanted, misfit
@@ -38,12 +38,18 @@ def refuse_lacking(reader: Reader, names: Iterable[str], wanted: Wanted) -> None
 
 
 def give_back(model: nn.Module, names: Iterable[str], reader: Reader, tensors: dict[str, torch.Tensor]) -> None:
-    """Let the modules of ``model`` have their extra states ``names`` back. ``tensors``: what the manifest refers to."""
-    stored = decode(reader.manifest.extra_state, tensors) if reader.manifest else None
+    """Let the modules of ``model`` have their extra states ``names`` back. ``tensors``: what the manifest refers to.
+
+    What a checkpoint lacks, or a class does not take back, stays as it is.
+    """
+    stored = (decode(reader.manifest.extra_state, tensors) if reader.manifest else None) or {}
     modules = dict(_modules(model))
-    for name in names:
-        if stored and name in stored and name in modules:
-            modules[name].set_extra_state(stored[name])
+    for name in (name for name in names if name in stored and name in modules):
+        module = modules[name]
+        if type(module).set_extra_state is nn.Module.set_extra_state:
+            warn_once(f"{type(module).__name__} has no set_extra_state(), so it does not get back what it had returned.")
+        else:
+            module.set_extra_state(stored[name])
 
 
 def left_out(extra: Mapping[str, Any] | None) -> str:

@@ -21,7 +21,7 @@ from ..zero.load_hooks import run_hooks_after, tell_of_hooks
 from ..zero.sharded_model import ShardedModel, model_of
 from .argument_checks import names_of
 from .directory import has_manifest
-from .extra_states import give_back, names_in, refuse_lacking
+from .extra_states import give_back, names_in
 from .frozen_base import refuse_other_base, sums_of_values
 from .hub_names import joined_by
 from .inventory import Inventory, Subject
@@ -63,7 +63,6 @@ def load_pretrained(model: nn.Module, dir: str | Path, *, strict: bool = True, a
             _load_sharded(model, sharded, reader, wanted)
             return
         extra = names_in(model)
-        refuse_lacking(reader, extra, wanted)
         with torch._C.DisableTorchFunction():
             _load_unsharded(model, reader, wanted)
         give_back(model, extra, reader, reader.state_tensors(alone()) if manifest is not None else {})

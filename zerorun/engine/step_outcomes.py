@@ -34,7 +34,7 @@ from .reports import LoopQueries, Reports
 # make, and that from which on the step is refused.
 _ALIKE, _APART = 1e-6, 1e-4
 _MOST_NAMED = 3
-_ROUNDING = 1e-12  # of rates that hosts compute in the same way, relative
+_ROUNDING = 1e-5  # of rates that ranks compute by themselves, relative
 COUNTERS = ("global_steps", "micro_steps", "skipped_steps", "global_samples")  # that a checkpoint stores
 # Training ends after so many steps in a row without finite gradients: in bf16, where no loss scale can mend it, and in fp16
 # with a static loss scale, which an overflow leaves as it is.
@@ -243,7 +243,7 @@ def stage_state(model: ShardedModel, history: History) -> StageState:
     It finds the writes since the last step: to be called once for each.
     """
     assert model.optimizer is not None
-    guard, rates = model.runtime.guard, tuple(value for _, value in model.optimizer.rates())
+    guard, rates = model.runtime.guard, tuple(f"{value:.5g}" for _, value in model.optimizer.rates())
     found = StageState(rates, guard.take_writes(), len(guard.frozen_since()))
     if "writes" in history.advised:
         found = found._replace(writes=0)
@@ -257,7 +257,7 @@ def told_alike(model: ShardedModel, history: History, stage: StageState) -> int:
     """
     topology = model.comm.topology
     ranks = topology.world_size // topology.pipe  # of a stage, one after the other
-    told = summand(stage, first=topology.rank % ranks == 0, count=ranks)
+    told = summand((topology.pipe_rank, stage), first=topology.rank % ranks == 0, count=ranks)
     for copy, state in _copies_now(model, history):
         told += summand((copy.name, state), first=copy.stage == copy.stages[0], count=len(copy.stages))
     return told

@@ -6,12 +6,16 @@ cannot. Scripts are told of all that does not run.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.module import _IncompatibleKeys
+from torch.nn.modules.module import _IncompatibleKeys, _WrappedHook
 
 from ..log import listed, warn_once
 from ..plan.parameter_kinds import inside
@@ -19,7 +23,7 @@ from .init import part_of
 from .runtime import ModuleHook
 from .sharded_model import ShardedModel
 
-_KNOWN = {"torch", "transformers", "peft", "bitsandbytes", "torchao", "zerorun"}  # which know the names of their own files
+_INSTALLED = {"site-packages", "dist-packages"}  # the folders of packages
 
 
 def tell_of_hooks(model: nn.Module, how: str) -> None:
@@ -98,12 +102,17 @@ def _is_whole(module: nn.Module, sharded: ShardedModel | None) -> bool:
 
 def _inner(hook: Any) -> Any:
     """What the script has given, of what torch keeps of a hook."""
-    while hasattr(hook, "hook") or hasattr(hook, "func"):
-        hook = getattr(hook, "hook", None) or hook.func
+    while isinstance(hook, (_WrappedHook, partial)):
+        hook = hook.hook if isinstance(hook, _WrappedHook) else hook.func
     return hook
 
 
 def _is_own(what: Any) -> bool:
-    """True for a class, a function or a callable of the script, or of a library that is not known here."""
-    module = getattr(what, "__module__", None) or type(what).__module__
-    return str(module).partition(".")[0] not in _KNOWN
+    """True for a class, a function or a callable of the script: installed packages know the names of their own files."""
+    module = sys.modules.get(getattr(what, "__module__", None) or type(what).__module__)
+    folders = Path(getattr(module, "__file__", None) or "").parts
+    return module is None or (folders[-1:] != () and not _INSTALLED.intersection(folders) and not _is_ours(module))
+
+
+def _is_ours(module: ModuleType) -> bool:
+    return module.__name__.partition(".")[0] == "zerorun"

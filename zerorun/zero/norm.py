@@ -74,11 +74,11 @@ ALL_ALIKE = Differing()
 class StageState(NamedTuple):
     """What all ranks of a pipeline stage must have alike in a step: treated otherwise by a script, they go apart.
 
-    ``rates``: those of the optimizer's groups. ``writes``: how often scripts have written to parameters. ``frozen``: how
-    many parameters they have frozen.
+    ``rates``: those of the optimizer's groups, rounded. ``writes``: how often scripts have written to parameters.
+    ``frozen``: how many parameters they have frozen.
     """
 
-    rates: tuple[float, ...]
+    rates: tuple[str, ...]
     writes: int
     frozen: int
 
