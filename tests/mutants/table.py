@@ -5736,8 +5736,8 @@ MUTANTS = (
         "ranks-of-a-pipeline-stage-may-be-treated-unlike",
         "rank",
         "zerorun/engine/step_outcomes.py",
-        "    told = summand((topology.pipe_rank, stage), first=topology.rank % ranks == 0, count=ranks)",
-        "    told = summand(stage, first=topology.rank % ranks == 0, count=ranks)",
+        "    told = summand((number, stage), first=place == 0, count=ranks)",
+        "    told = summand(stage, first=place == 0, count=ranks)",
         ("tests/ranks/test_agreed_steps.py", "-k", "of_a_pipeline_stage"),
     ),
     Mutant(

@@ -257,7 +257,8 @@ def told_alike(model: ShardedModel, history: History, stage: StageState) -> int:
     """
     topology = model.comm.topology
     ranks = topology.world_size // topology.pipe  # of a stage, one after the other
-    told = summand((topology.pipe_rank, stage), first=topology.rank % ranks == 0, count=ranks)
+    number, place = divmod(topology.rank, ranks)
+    told = summand((number, stage), first=place == 0, count=ranks)
     for copy, state in _copies_now(model, history):
         told += summand((copy.name, state), first=copy.stage == copy.stages[0], count=len(copy.stages))
     return told
