@@ -4226,7 +4226,7 @@ MUTANTS = (
         "zerorun/zero/reducer.py",
         "        if self._watches and unit.index not in self._expected and (names := unit.names_with_gradient()):",
         "        if False and (names := unit.names_with_gradient()):",
-        ("tests/ranks/test_ways_of_backwards.py::test_a_loss_that_a_block_keeps_is_no_silent_error",),
+        ("tests/ranks/test_ways_of_backwards.py::test_a_loss_that_is_kept_where_nobody_looks_is_no_silent_error",),
     ),
     Mutant(
         "penalties-are-dropped",

@@ -24,6 +24,8 @@ def test_each_row_fits_the_tree() -> None:
     for mutant in MUTANTS:
         files = [test.split("::")[0] for test in mutant.tests if ".py" in test]
         there = files and all((ROOT / file).is_file() for file in files)
+        for file, _, function in (test.split("[")[0].partition("::") for test in mutant.tests if "::" in test):
+            there = there and f"def {function.split('::')[-1]}(" in text_of(file)
         if not there or any("nightly" in test for test in mutant.tests):
             wrong.append(f"{mutant.name}: {mutant.tests} are no tests of the day")
         try:
