@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -109,10 +108,8 @@ def _inner(hook: Any) -> Any:
 
 def _is_own(what: Any) -> bool:
     """True for a class, a function or a callable of the script: installed packages know the names of their own files."""
-    module = sys.modules.get(getattr(what, "__module__", None) or type(what).__module__)
-    folders = Path(getattr(module, "__file__", None) or "").parts
-    return module is None or (folders[-1:] != () and not _INSTALLED.intersection(folders) and not _is_ours(module))
-
-
-def _is_ours(module: ModuleType) -> bool:
-    return module.__name__.partition(".")[0] == "zerorun"
+    name = getattr(what, "__module__", None) or type(what).__module__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    if name == "__main__" or file is None:  # which builtins do not have either
+        return name == "__main__"
+    return name.partition(".")[0] != "zerorun" and not _INSTALLED.intersection(Path(file).parts)
