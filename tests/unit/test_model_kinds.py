@@ -206,6 +206,7 @@ MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_key_value_heads": 4, "num_loca
         ({**LLAMA, "model_type": "opt", "word_embed_proj_dim": 32}, "word_embed_proj_dim = 32: is not the hidden size 64"),
         ({**MIXTRAL, "num_local_experts": None}, "num_local_experts = null: a mixtral has several experts"),
         ({**LLAMA, "intermediate_size": None}, "intermediate_size = null: is not in the configuration"),
+        ({**LLAMA, "num_hidden_layers": 10**9}, r"layers = 1000000000: is more than the 10,000 blocks"),
         ({**LLAMA, "intermediate_size": "128"}, 'intermediate_size = "128": is no whole number'),
         ({**LLAMA, "intermediate_size": [128] * 4}, r"intermediate_size = \[128, .*: is no whole number"),
         ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads = 0: is no whole number from 1 on"),

@@ -417,7 +417,9 @@ def test_a_configuration_is_compared(capsys: pytest.CaptureFixture[str], model: 
     assert f"{path}: stage 0, 8 replicas, micro-batch 4 x 32" in found
     assert "GiB of 79.1 GiB: too much" in found  # 18 bytes for each parameter
     path.write_text('{"train_micro_batch_size_per_gpu": 1, "tensor_parallel": {"size": 3}}')
-    assert cli.main(["--model", model, "--gpus", "8xH100", "--compare", str(path)]) == 2
+    kept = tmp_path / "kept.json"
+    assert cli.main(["--model", model, "--gpus", "8xH100", "--compare", str(path), "--write", str(kept)]) == 2
+    assert not kept.exists()
     assert "tensor_parallel.size = 3: 8 ranks are no multiple of 3 tensor ranks" in capsys.readouterr().err
 
 

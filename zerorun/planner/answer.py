@@ -252,7 +252,7 @@ def named(candidate: RunCandidate) -> str:
     orders = {"1f1b": "", ZERO_BUBBLE: " without bubbles"}
     kind = f" x {c.chunks} chunks" if c.chunks > 1 else orders.get(c.order, f" in {c.order} order")
     parts += [f"{c.pipe} stages{kind}" if c.pipe > 1 else ""]
-    parts += [f"{c.data} replicas", f"micro-batch {c.micro_batch} x {c.accumulation}"]
+    parts += [counted(c.data, "replica"), f"micro-batch {c.micro_batch} x {c.accumulation}"]
     parts += [f"{c.checkpointing} checkpointing" if c.checkpointing != "none" else ""]
     parts += [f"second copies on {c.second}" if c.second > 1 else ""]
     place = "on disks" if c.states_on_disk else "in host memory"
@@ -276,7 +276,8 @@ def link_bytes(model: StepModel) -> dict[str, float]:
     names = ("parameters", "gradients", "sums"), ("experts", "experts", "sums of experts")
     for family, numel, called in zip(model.families, numels, names, strict=False):
         found |= _of_family(c, family, numel, called)
-    named = {f"{what}, {'NVLink' if group.nodes == 1 else 'network'}": size for (what, group), size in found.items()}
+    inside = "memory" if model.cluster.gpu.is_host else "NVLink"
+    named = {f"{what}, {inside if group.nodes == 1 else 'network'}": size for (what, group), size in found.items()}
     named["messages of stages"] = (c.pipe > 1) * 2 * c.chunks * micro * activations / c.tensor
     return named
 

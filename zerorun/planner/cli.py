@@ -104,13 +104,13 @@ def _run(args: argparse.Namespace) -> tuple[int, Iterable[str]]:
         goal["sequence"] = args.sequence
     cluster = cluster_of(args.gpus, nics_gbps=args.nics, per_node=args.gpus_per_node, host_gigabytes=args.host_memory)
     plan = plan_run(args.model, replace(cluster, disk=args.disk * GB), goal)
+    comparison = compared(args.compare, plan) if args.compare else None  # which may refuse, before anything is written
     if args.write:
         Path(args.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
     if args.picture:
         from .memory_picture import draw_plan  # which imports matplotlib
 
         draw_plan(plan, args.picture)
-    comparison = compared(args.compare, plan) if args.compare else None
     if args.json:
         beside = {} if comparison is None else {"comparison": comparison.as_json()}
         return 0, json.dumps({**plan.as_json(), **beside}, indent=2).splitlines()

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError, ConfigProblem
 from .model_kinds import KINDS, ModelKind
-from .model_shape import LatentAttention, ModelShape
+from .model_shape import LatentAttention, ModelShape, too_deep
 from .number_checks import not_whole
 
 # Names of the same number in the configurations of models.
@@ -48,7 +48,8 @@ def shape_of(values: Any, source: str = "model") -> ModelShape:
     """Return the shape that a model's configuration describes. Raises ConfigError if it cannot be planned."""
     config = _text_config(values, source)
     name = str(config.get("model_type", "llama"))
-    problems = [*_missing(config)] or [*_not_known(config, name)] or [*_not_planned(config, name)]
+    problems = [*_missing(config)] or [*too_deep(_first(config, _NAMES["layers"]))]
+    problems = problems or [*_not_known(config, name)] or [*_not_planned(config, name)]
     if problems:
         raise ConfigError(problems, source)
     try:

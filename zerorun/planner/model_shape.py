@@ -229,8 +229,15 @@ def _layer(name: str, shape: tuple[int, int], divided: int, *, bias: bool) -> li
     return [Weight(name, shape, divided), *([own] if bias else [])]
 
 
+_MOST_LAYERS = 10_000
 _FROM_0 = ("gains", "final_gains", "positions", "rotary", "shared_ffn", "dense_layers", "dense_ffn")
 _FROM_1 = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "matrices", "vocab", "experts", "used_experts")
+
+
+def too_deep(layers: int) -> Iterator[ConfigProblem]:
+    """Yield the number of blocks if there are more than can be planned in seconds."""
+    if layers > _MOST_LAYERS:
+        yield ConfigProblem("layers", layers, f"is more than the {_MOST_LAYERS:,} blocks that are planned.", "give fewer.")
 
 
 def _wrong_numbers(shape: ModelShape) -> Iterator[ConfigProblem]:
@@ -241,6 +248,7 @@ def _wrong_numbers(shape: ModelShape) -> Iterator[ConfigProblem]:
     if problems:
         yield from problems
         return
+    yield from too_deep(shape.layers)
     if shape.matrices not in (2, 3):
         yield ConfigProblem(
             "matrices", shape.matrices, "is no number of matrices of an MLP.", "give 2, or 3 if it is gated."
