@@ -5733,6 +5733,14 @@ MUTANTS = (
         ("tests/ranks/test_agreed_steps.py", "-k", "frozen"),
     ),
     Mutant(
+        "a-rank-that-ends-slowly-has-not-taken-part",
+        "swallowed",
+        "zerorun/distributed/transport/peer_memory.py",
+        "            gone = self.left() or (PeerEnded(_ENDED) if self._alive.poll(_ENDING_MS) else None)",
+        "            gone = self.left()",
+        ("tests/ranks/test_peer_memory.py", "-k", "lets_go"),
+    ),
+    Mutant(
         "ranks-of-a-pipeline-stage-may-be-treated-unlike",
         "rank",
         "zerorun/engine/step_outcomes.py",

@@ -410,7 +410,11 @@ SCRIPT = """
 import os, signal, sys, time, torch, zerorun
 from torch import nn
 torch.set_num_threads(1)
-def handler(*unused): raise RuntimeError("a worker is killed")
+def handler(*unused):
+    if ending == "memory goes first":
+        time.sleep(2)
+        os._exit(3)
+    raise RuntimeError("a worker is killed")
 signal.signal(signal.SIGALRM, handler)
 stage, ending = int(sys.argv[1]), sys.argv[2]
 torch.manual_seed(0)
@@ -423,6 +427,17 @@ for step in range(3):
         model[2].register_forward_pre_hook(lambda *unused: os.kill(os.getpid(), 9))
     if ending == "a handler raises" and step == 1:
         signal.setitimer(signal.ITIMER_REAL, 0.5) if rank == 1 else time.sleep(3)
+    if ending == "memory goes first" and step == 1 and rank == 1:
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+    elif ending == "memory goes first" and step == 1:
+        time.sleep(1)
+        from zerorun.distributed.transport.peer_memory import PeerMemory
+        read = PeerMemory.read
+        def bad_address(memory, peer, address, target, size):
+            if size > 1000:
+                raise OSError(14, "Bad address")
+            read(memory, peer, address, target, size)
+        PeerMemory.read = bad_address
     loss = engine(torch.ones(2, 64)).square().mean()
     if ending == "die" and step == 2 and rank == 1:
         os.kill(os.getpid(), 9)
@@ -461,6 +476,14 @@ def test_what_a_signal_handler_raises_in_a_wait_is_no_matter_of_other_ranks(stag
     with start_ranks(2, SCRIPT, str(stage), "a handler raises") as (first, second):
         code, _, errors = second.finish(60 * patience())
         assert code == 1 and last_error(errors) == "RuntimeError: a worker is killed", errors
+        code, _, errors = first.finish(30 * patience())
+    assert code == 1 and last_error(errors).startswith("zerorun.errors.RankLeftError: "), errors
+
+
+def test_a_rank_that_lets_go_of_its_memory_before_it_ends_has_ended() -> None:
+    """Where others compute, that takes seconds: it was told as a rank that had not taken part."""
+    with start_ranks(2, SCRIPT, "3", "memory goes first") as (first, second):
+        assert second.finish(60 * patience())[0] == 3
         code, _, errors = first.finish(30 * patience())
     assert code == 1 and last_error(errors).startswith("zerorun.errors.RankLeftError: "), errors
 

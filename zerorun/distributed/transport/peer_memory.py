@@ -64,6 +64,7 @@ _CHECK_S = 0.05  # how often a waiting rank looks whether its peers are alive
 # need where ranks share cores, and after a long wait 2 % more of it do not matter.
 _LONGER_S, _SHORT_PAUSE_S, _PAUSE_SHARE, _LONG_PAUSE_S = 5e-6, 2e-4, 0.02, 2e-3
 _ENDED = "another rank of this host has ended"
+_ENDING_MS = 10_000  # that a rank which cannot be read may take to end
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -335,7 +336,9 @@ class PeerMemory:
         except ProcessLookupError as error:
             raise PeerEnded(_ENDED) from error
         except OSError as error:
-            raise PeerMemoryError(str(error)) from error
+            # A process that ends lets go of its memory first, and may take a while to end, where others compute.
+            gone = self.left() or (PeerEnded(_ENDED) if self._alive.poll(_ENDING_MS) else None)
+            raise gone or PeerMemoryError(str(error)) from error
 
     def offers(self, number: int, tag: int, own: torch.Tensor, label: str, size: int) -> list[torch.Tensor] | None:
         """The tables of offer ``number`` by rank, ``own`` for this one; None if one is missing."""
