@@ -322,29 +322,42 @@ def full_environment(worker: WorkerCommand, base: Mapping[str, str]) -> dict[str
 
 
 def render_text(plan: JobPlan, carriers: Mapping[str, Sequence[str]] | None = None) -> str:
-    """Render the plan for the user: the variables of each worker, then its command, as a shell would accept it.
+    """Render the plan for the user: the variables and the command of the workers, as a shell would accept them.
+
+    What all workers have in common is shown once, and what is one worker's own in one line: a plan of a thousand workers
+    has to be read, too.
 
     ``carriers``: host name -> the command that reaches it; a host that is missing here is this machine.
     """
-    count = len(plan.workers)
-    noun = "worker" if count == 1 else "workers"
+    workers = plan.workers
+    noun = "worker" if len(workers) == 1 else "workers"
     where = f"{len(plan.nodes)} hosts" if carriers else "this machine"
-    lines = [f"{count} {noun} on {where}, rendezvous at {plan.master_addr}:{plan.master_port}"]
+    lines = [f"{len(workers)} {noun} on {where}, rendezvous at {plan.master_addr}:{plan.master_port}"]
     if carriers:
-        hidden = shown_values(plan.exports)
-        lines += ["exported to each host:", *(f"  {name}={shlex.quote(value)}" for name, value in hidden.items())]
+        lines += ["exported to each host:", *(f"  {line}" for line in _assignments(shown_values(plan.exports)))]
+    first = workers[0]
+    common = {name: value for name, value in first.env.items() if all(each.env.get(name) == value for each in workers)}
+    lines += ["each worker:", *(f"  {line}" for line in _assignments(common))]
+    one_command = all(worker.argv == first.argv for worker in workers)
+    if one_command:
+        lines.append(f"  {shlex.join(map(shown, first.argv))}")
     for node in plan.nodes:
         if carriers:
-            lines.append(f"host {node.host} (node {node.node_rank}):")
             carrier = shlex.join(map(shown, carriers[node.host])) if node.host in carriers else "this launcher"
-            lines.append(f"  by {carrier}")
+            lines += [f"host {node.host} (node {node.node_rank}):", f"  by {carrier}"]
         for worker in node.workers:
-            lines.append(f"rank {worker.rank}:")
-            lines += [f"  {name}={shlex.quote(value)}" for name, value in worker.env.items()]
+            own = _assignments({name: value for name, value in worker.env.items() if name not in common})
             if worker.cores:
-                lines.append(f"  on cores {', '.join(map(str, worker.cores))}")
-            lines.append(f"  {shlex.join(map(shown, worker.argv))}")
+                own.append(f"on cores {', '.join(map(str, worker.cores))}")
+            if not one_command:
+                own.append(shlex.join(map(shown, worker.argv)))
+            if own:
+                lines.append(" ".join([f"rank {worker.rank}:", *own]))
     return "\n".join(lines)
+
+
+def _assignments(values: Mapping[str, str]) -> list[str]:
+    return [f"{name}={shlex.quote(value)}" for name, value in values.items()]
 
 
 def is_secret(name: str) -> bool:

@@ -1127,6 +1127,14 @@ MUTANTS = (
         ("tests/unit/test_launcher.py::test_workers_get_torch_and_deepspeed_variables",),
     ),
     Mutant(
+        "variables-of-one-worker-as-those-of-all",
+        "rank",
+        "launcher/job_plan.py",
+        "    common = {name: value for name, value in first.env.items() if all(each.env.get(name) == value for each in workers)}",
+        "    common = dict(first.env)",
+        ("tests/unit/test_launcher.py::test_dry_run",),
+    ),
+    Mutant(
         "weights-of-other-stages",
         "rank",
         "zerorun/distributed/transport/control.py",

@@ -470,7 +470,9 @@ def test_variables_of_the_user_replace_those_that_the_launcher_only_proposes() -
 def test_dry_run(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--nproc", "2", "--dry-run", script, "a b"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("2 workers on this machine") and "rank 1:" in text and "'a b'" in text
+    assert text.startswith("2 workers on this machine") and "'a b'" in text
+    assert text.count("  WORLD_SIZE=2\n") == 1
+    assert text.splitlines()[-2:] == [f"rank {rank}: RANK={rank} LOCAL_RANK={rank} ROLE_RANK={rank}" for rank in range(2)]
 
 
 def test_dry_run_json(script: str, capsys: pytest.CaptureFixture[str]) -> None:
