@@ -1013,6 +1013,14 @@ MUTANTS = (
         ("tests/unit/test_checkpoint_files.py::test_a_file_may_be_as_large_as_is_said",),
     ),
     Mutant(
+        "reads-of-one-call",
+        "bound",
+        "zerorun/distributed/transport/peer_memory.py",
+        "            part = min(size - done, _READ_BYTES)",
+        "            part = size - done",
+        ("tests/ranks/test_peer_memory.py", "-k", "call_of_the_kernel"),
+    ),
+    Mutant(
         "board-goes-with-its-group",
         "stale",
         "zerorun/distributed/transport/peer_memory.py",

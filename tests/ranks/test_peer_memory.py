@@ -97,6 +97,39 @@ def test_more_exchanges_than_slots(world: int, backwards: bool) -> None:
     assert run_ranks(world, exchange_many, 50, backwards) == [True] * world
 
 
+class CutReads:
+    """The C library, with a kernel that copies ``most`` bytes in a call: Linux copies 4 KiB less than 2 GiB."""
+
+    def __init__(self, library: Any, most: int) -> None:
+        self._library, self._most = library, most
+
+    def process_vm_readv(self, process: int, here: Any, heres: int, there: Any, theres: int, flags: int) -> int:
+        for place in (here._obj, there._obj):  # of ctypes.byref()
+            place.size = min(place.size, self._most)
+        return int(self._library.process_vm_readv(process, here, heres, there, theres, flags))
+
+
+def read_more_than_a_call_copies() -> list[float]:
+    """Rank r has 1000 numbers from 1000 r on; each reads those of the other one."""
+    memory, rank = connect(), dist.get_rank()
+    own, found = torch.arange(1000.0) + 1000 * rank, torch.zeros(1000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peer_memory, "_READ_BYTES", 64)
+        library = CutReads(peer_memory._readable(), 72)
+        patch.setattr(peer_memory, "_readable", lambda: library)
+
+        def take(tables: list[torch.Tensor]) -> None:
+            memory.read_tensor(1 - rank, int(tables[1 - rank][0]), found)
+
+        memory.exchange(5, "test", [own], take, until_given=True).wait()
+    return [*found.tolist()]
+
+
+def test_reads_of_more_than_a_call_of_the_kernel_copies() -> None:
+    expected = [[float(1000 * other + number) for number in range(1000)] for other in (1, 0)]
+    assert run_ranks(2, read_more_than_a_call_copies) == expected
+
+
 LONG = timedelta(seconds=20 * patience())
 
 

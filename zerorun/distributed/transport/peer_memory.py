@@ -65,6 +65,7 @@ _CHECK_S = 0.05  # how often a waiting rank looks whether its peers are alive
 _LONGER_S, _SHORT_PAUSE_S, _PAUSE_SHARE, _LONG_PAUSE_S = 5e-6, 2e-4, 0.02, 2e-3
 _ENDED = "another rank of this host has ended"
 _ENDING_MS = 10_000  # that a rank which cannot be read may take to end
+_READ_BYTES = 1 << 30  # most of one call of the kernel, which copies less than 2 GiB and then says how much
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
@@ -320,14 +321,19 @@ class PeerMemory:
 
     def read(self, peer: int, address: int, target: int, size: int) -> None:
         """Copy ``size`` bytes at ``address`` of ``peer`` to ``target``. Raises OSError."""
-        process = self._boards[peer][0]
-        here, there = _Range(target, size), _Range(address, size)
-        copied = _readable().process_vm_readv(  # type: ignore[union-attr]
-            process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
-        )
-        if copied != size:
-            code = ctypes.get_errno()
-            raise OSError(code, f"read {copied} of {size} bytes of process {process}: {os.strerror(code)}")
+        process, done = self._boards[peer][0], 0
+        while done < size:
+            part = min(size - done, _READ_BYTES)
+            here, there = _Range(target + done, part), _Range(address + done, part)
+            copied = _readable().process_vm_readv(  # type: ignore[union-attr]
+                process, ctypes.byref(here), 1, ctypes.byref(there), 1, 0
+            )
+            if copied != part:
+                code = ctypes.get_errno()
+                raise OSError(
+                    code, f"read {done + max(copied, 0)} of {size} bytes of process {process}: {os.strerror(code)}"
+                )
+            done += part
 
     def read_tensor(self, peer: int, address: int, out: torch.Tensor) -> None:
         """Fill the contiguous ``out`` with what lies at ``address`` of ``peer``."""
