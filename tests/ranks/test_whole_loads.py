@@ -25,6 +25,7 @@ import zerorun
 from zerorun.errors import CheckpointError, ModelError, ReleasedParameterError
 from zerorun.plan.parameter_kinds import inner_tensors
 from zerorun.zero.placeholders import UnsavedPlaceholder
+from zerorun.zero.unit import Unit
 
 Weights = dict[str, Any]
 PRECISIONS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -454,3 +455,48 @@ def test_hooks_after_a_load_run_where_weights_are_whole(stage: int, tmp_path: Pa
             )
             for what in ("Renaming._load_from_state_dict()", "a hook before load_state_dict() of a Renaming"):
                 assert sum(line.startswith(f"{how}: {what} does not see the weights of 'head'") for line in heard) == 1
+
+
+# -- the number of units ---------------------------------------------------------------------------------------------
+
+
+def units_looked_at(stage: int, blocks: int, folder: Path) -> dict[str, int]:
+    """How often a unit is asked for its update, or for tensors that the script has replaced, by what is done."""
+    torch.manual_seed(0)
+    engine = zerorun.initialize(Gpt(blocks, Mlp), make_config(stage))
+    engine.backward(engine(torch.arange(8).view(2, 4)).square().mean())
+    engine.step()
+    weights, plain = engine.state_dict(), Gpt(blocks, Mlp).state_dict()
+    done: dict[str, Callable[[], Any]] = {
+        "state_dict": engine.state_dict,
+        "load_state_dict": lambda: engine.load_state_dict(weights),
+        "save": lambda: engine.save_checkpoint(str(folder)),
+        "load": lambda: engine.load_checkpoint(str(folder)),
+        "memory_report": engine.memory_report,
+    }
+    if stage < 3:
+        done["of the module"] = lambda: engine.module.load_state_dict(plain)
+    counts = dict.fromkeys(done, 0)
+    for name, do in done.items():
+        with pytest.MonkeyPatch.context() as patch:
+            for method in ("updated", "replaced"):
+                original = getattr(Unit, method)
+
+                def counted(self: Unit, original: Callable[[Unit], Any] = original, name: str = name) -> Any:
+                    counts[name] += 1
+                    return original(self)
+
+                patch.setattr(Unit, method, counted)
+            do()
+    engine.destroy()
+    return counts
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_work_grows_with_the_number_of_units(stage: int, tmp_path: Path) -> None:
+    """And not with its square, as where each of many modules asks for all of the model: hours for thousands of experts."""
+    (few,) = run_ranks(1, units_looked_at, stage, 8, tmp_path / "few")
+    (many,) = run_ranks(1, units_looked_at, stage, 32, tmp_path / "many")
+    assert all(few.values())
+    grown = {name: many[name] / few[name] for name in few}
+    assert max(grown.values()) < 5, grown

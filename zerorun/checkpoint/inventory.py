@@ -316,11 +316,13 @@ class Inventory:
         self.subject.model.make_ready()
         parts: list[TensorPart] = []
         scalars: dict[str, dict[str, Any]] = {}
+        if self.subject.optimizer is None:
+            return parts, scalars
         names = {(id(home.flat_group), home.entry): name for name, home in self.homes.items()}
+        optimizer = self.subject.optimizer.optimizer
+        states = optimizer.state  # once: an access waits for the updates of all units
         for piece in self._pieces():
-            assert self.subject.optimizer is not None
-            optimizer = self.subject.optimizer.optimizer
-            state = optimizer.state.get(piece.tensor, {})
+            state = states.get(piece.tensor, {})
             members = [(names[id(piece.flat_group), run.entry], run) for run in piece.runs]
             for key, value in state.items():
                 refuse_state_name(key)

@@ -272,13 +272,14 @@ class ModelLoader:
             for number, (group, stored) in enumerate(groups):
                 left = frozenset() if schedule is None else of_schedule(schedule, number, group, stored)
                 take_over(group, stored, left, self.inventory.settings[number])
+            states = sharded.optimizer.state  # once: an access waits for the updates of all units
             for piece, state in prepared.states:
-                sharded.optimizer.state.pop(piece.tensor, None)
+                states.pop(piece.tensor, None)
                 if state:
-                    sharded.optimizer.state[piece.tensor].update(state)
-            for key in states_apart(sharded.optimizer.state).keys() - prepared.apart.keys():
-                del sharded.optimizer.state[key]
-            sharded.optimizer.state.update(prepared.apart)  # type: ignore[arg-type]
+                    states[piece.tensor].update(state)
+            for key in states_apart(states).keys() - prepared.apart.keys():
+                del states[key]
+            states.update(prepared.apart)  # type: ignore[arg-type]
             _, problem = attempt(lambda: _load_more(sharded.optimizer, prepared.more))
         ranks.agree(problem)
         self.reader.fetch(prepared.reads, ranks)
@@ -359,8 +360,9 @@ class ModelLoader:
         self._separate(sharded, keys, scalars)
         if isinstance(sharded.optimizer, SinglePassOptimizer):  # it makes missing states itself, where they belong
             sharded.optimizer.prepare(piece.tensor for piece in sharded.pieces)
+        states = sharded.optimizer.state
         for piece in sharded.pieces:
-            old = sharded.optimizer.state.get(piece.tensor, {})
+            old = states.get(piece.tensor, {})
             own = [kind for kind in keys if not prepared.leaves_out(piece.group, kind)]
             prepared.states.append((piece, self._state(piece, old, own, scalars, prepared.reads)))
 

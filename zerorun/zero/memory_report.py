@@ -63,9 +63,10 @@ def _states(runtime: Runtime, sharded: ShardedOptimizer) -> Iterator[tuple[str, 
     if runtime.made.states.is_away(MOMENTS):
         place = {flat_group: HOST if where == DEVICE else where for flat_group, where in place.items()}
     stores = {id(flat_group): unit.link.store for unit in runtime.units for flat_group in unit.trainable}
+    states = sharded.optimizer.state  # once: an access waits for the updates of all units
     for piece in sharded.pieces:
         where, store = place[id(piece.flat_group)], stores[id(piece.flat_group)]
-        for value in sharded.optimizer.state.get(piece.tensor, {}).values():
+        for value in states.get(piece.tensor, {}).values():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 beside = where == DISK and store is not None and not store.holds(value)
                 yield kind_in(HOST if beside else where, "moments"), stored_bytes(value)

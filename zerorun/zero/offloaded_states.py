@@ -148,8 +148,9 @@ class States:
     def _moments(self, optimizer: ShardedOptimizer) -> Iterator[torch.Tensor]:
         """The states of the optimizer that are on the device; for wrappers, what is in them."""
         on_device = {id(g) for unit in self.units for g in unit.trainable if unit.plan.states_place == DEVICE}
+        states = optimizer.optimizer.state  # once: an access waits for the updates of all units
         for piece in optimizer.pieces if on_device else ():
-            for value in optimizer.optimizer.state.get(piece.tensor, {}).values():
+            for value in states.get(piece.tensor, {}).values():
                 if id(piece.flat_group) in on_device and isinstance(value, torch.Tensor) and value.dim():
                     yield from (tensor for tensor in _inside(value) if holds(self.device, tensor))
 

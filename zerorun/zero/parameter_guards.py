@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from threading import get_ident
 from typing import Any
 from weakref import WeakMethod, ref
@@ -160,12 +160,12 @@ class ScriptGuard:
         """Warn of what a script does in vain, and do not raise, as where it was made for DeepSpeed."""
         self.is_lenient = True
 
-    def take_in_replaced(self) -> list[tuple[FlatGroup, int]]:
+    def take_in_replaced(self, units: Sequence[Unit]) -> list[tuple[FlatGroup, int]]:
         """Take in the values of tensors that a script has put into the place of frozen ones; return all other such places.
 
         Momentum encoders give their weights new tensors in each step.
         """
-        replaced = (found for unit in self._units for found in unit.replaced())
+        replaced = (found for unit in units for found in unit.replaced())
         return [
             (group, entry)
             for group, entry in replaced
@@ -174,7 +174,7 @@ class ScriptGuard:
 
     def refuse_replaced(self) -> None:
         """Raise ModelError if a parameter has another tensor than the engine's. A frozen one that is always here may."""
-        for group, entry in self.take_in_replaced():
+        for group, entry in self.take_in_replaced(self._units):
             instead = "its dtype is what it was, so leave out the call, or the option"
             if group.params[entry].dtype != group.plan.dtype:
                 instead = "to compute in 16 bits, set bf16 or fp16 in the configuration"

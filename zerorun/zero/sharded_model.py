@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -421,11 +421,15 @@ class ShardedModel:
         if self.runtime.made.states.away:
             self.runtime.made.states.bring_back(*kinds)
 
-    def make_ready(self) -> None:
-        """Finish updates, bring back everything that is away, and take in what a script has put in a frozen one's place."""
-        self.finish_updates()
+    def make_ready(self, units: Sequence[Unit] | None = None) -> None:
+        """Finish updates, bring back everything that is away, and take in what a script has put in a frozen one's place.
+
+        ``units``: those that are to be ready, if not all. Hooks of single modules must not look at the whole model.
+        """
+        chosen = self.units if units is None else units
+        finish_updates(chosen)
         self.bring_back()
-        self.runtime.guard.take_in_replaced()
+        self.runtime.guard.take_in_replaced(chosen)
 
     def _drain(self) -> None:
         """Wait for the gradients that are on their way to host memory."""

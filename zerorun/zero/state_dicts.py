@@ -21,7 +21,7 @@ from .flat_group import TrainedGroup, take_weight
 from .offloaded_states import WEIGHTS
 from .runtime import ModuleHook, Removable
 from .sharded_model import ParameterHome, ShardedModel
-from .unit import finish_updates
+from .unit import Unit, finish_updates
 
 _PARTS, _PLACEHOLDERS = "parts of the model, of which other ranks have the rest", "placeholders"
 
@@ -63,6 +63,12 @@ def _homes(layer: nn.Module, model: ShardedModel) -> list[tuple[torch.Tensor, Pa
     return [(tensor, model.homes[id(tensor)]) for tensor in own_members(layer) if id(tensor) in model.homes]
 
 
+def _units_in(module: nn.Module, model: ShardedModel) -> list[Unit]:
+    """The units that have parameters of ``module``, which is one of many that are asked: not always those of the model."""
+    homes = (home for layer in module.modules() for _, home in _homes(layer, model))
+    return list({home.unit.index: home.unit for home in homes}.values())
+
+
 def _is_placeholder(model: ShardedModel, tensor: torch.Tensor) -> bool:
     home = model.homes.get(id(tensor))
     return home is not None and not home.unit.resident and id(tensor) not in model.runtime.guard.held
@@ -89,7 +95,7 @@ class StateDictGuard(ModuleHook):
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Raises ReleasedParameterError."""
         runtime = self._model.runtime
-        finish_updates(runtime.units)
+        finish_updates(_units_in(module, self._model))
         runtime.made.states.bring_back(WEIGHTS)
         if runtime.guard.state_dict_allowed:
             return
@@ -184,7 +190,7 @@ class Adoption(ModuleHook):
 
     def begin(self, module: nn.Module, state: Mapping[str, Any], prefix: str) -> None:
         """``module`` is going to load its own parameters, those that ``state`` has."""
-        self._model.make_ready()
+        self._model.make_ready(_units_in(module, self._model))
         for name, param in module.named_parameters(recurse=False):
             if prefix + name in state and id(param) in self._model.homes:
                 self._model.half_loaded.overwrite(self._model.homes[id(param)].name)
@@ -193,7 +199,7 @@ class Adoption(ModuleHook):
                 self._before[id(tensor)] = tensor.detach().clone()
 
     def __call__(self, module: nn.Module, incompatible: Any) -> None:
-        self._model.make_ready()
+        self._model.make_ready(_units_in(module, self._model))
         for tensor, home, flat_group in self._own(module):
             entry = flat_group.layout.entries[home.entry]
             loaded, before = flat_group.full[entry.offset : entry.end], None

@@ -143,7 +143,7 @@ def restore_module(model: ShardedModel, *, exact: bool = False, as_given: bool =
     runtime = model.runtime
     with contextlib.suppress(OrderError):  # that ranks went different ways was raised before, or does no harm any more
         runtime.comm.fence()
-    runtime.guard.take_in_replaced()
+    runtime.guard.take_in_replaced(runtime.units)
     for block in model.blocks:
         block.note_edits(model)
     for unit in model.units:
