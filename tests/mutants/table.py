@@ -2239,6 +2239,14 @@ MUTANTS = (
         ("tests/ranks/test_flops.py::test_counts_are_those_of_the_plain_module",),
     ),
     Mutant(
+        "unwritable-profile-without-a-word",
+        "swallowed",
+        "zerorun/monitors/flops.py",
+        "            logger.warning(",
+        "            logger.debug(",
+        ("tests/ranks/test_flops.py::test_a_table_that_cannot_be_written_is_printed",),
+    ),
+    Mutant(
         "attention-has-one-product",
         "bytes",
         "zerorun/monitors/flops.py",

@@ -198,11 +198,11 @@ def test_pipelines() -> None:
     assert costs[0].flops == 2 * tokens * 2 * pipeline.WIDTH * 4 * pipeline.WIDTH  # one block: up and down
 
 
-def lines_of(changes: dict[str, Any], **precision: Any) -> list[str]:
+def lines_of(changes: dict[str, Any], prefix: str = "FLOP profile", **precision: Any) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flops, "peak_flops", lambda device: 1e15)
         given = precision or {"precision": "bf16"}
-        return told(make_config(1, accumulation=2, flops_profiler=changes, **given), prefix="FLOP profile")
+        return told(make_config(1, accumulation=2, flops_profiler=changes, **given), prefix=prefix)
 
 
 def mfu_by_precision() -> list[bool]:
@@ -232,3 +232,15 @@ def test_tables(tmp_path: Path) -> None:
     assert run_ranks(2, lines_of, brief) == [[], []]
     text = (tmp_path / "new" / "profile.txt").read_text()
     assert "depth 0:" in text and "depth 3:" in text and "up (Linear)" not in text
+
+
+def test_a_table_that_cannot_be_written_is_printed(tmp_path: Path) -> None:
+    """The step of the one rank that writes it ended in an OSError, and the others waited for that rank."""
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "profile.txt"):
+        section = {"enabled": True, "profile_step": 1, "output_file": str(path)}
+        mine, others = run_ranks(2, lines_of, section, "")
+        told = [line for line in mine if line.startswith(("FLOP profile", "flops_profiler"))]
+        assert told[0].startswith(f"flops_profiler.output_file = {str(path)!r}: it cannot be written")
+        assert "Remedy" in told[0] and len(told) == 2 and "step 1 on rank 0" in told[1]
+        assert not any("FLOP profile" in line for line in others)

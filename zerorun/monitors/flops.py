@@ -210,11 +210,19 @@ class FlopsProfile:
 
     def _print(self, text: str) -> None:
         path = self._config.flops_profiler.output_file
-        if not path:
-            logger.info("%s", text)
-            return
-        Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(f"{text}\n", encoding="utf-8")
+        try:
+            if path:
+                Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
+                Path(path).write_text(f"{text}\n", encoding="utf-8")
+                return
+        except OSError as error:  # in a step, on this rank alone: the others would wait for it
+            logger.warning(
+                "flops_profiler.output_file = %r: it cannot be written (%s), so the table is printed. Training goes on. "
+                "Remedy: name a file in a folder that rank 0 can write to.",
+                path,
+                error.strerror,
+            )
+        logger.info("%s", text)
 
 
 def _of_training(found: dict[bool, Found]) -> Found:
